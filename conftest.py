@@ -1,0 +1,40 @@
+"""Wires the gate into pytest: options, fixtures, markers, report header. No logic lives here."""
+
+import pytest
+
+from fixtures.observe import Observer
+from fixtures.verdict.options import add_options, start
+from fixtures.verdict.plugin import GatePlugin, Judge, judge_of
+
+_PLUGIN = pytest.StashKey[GatePlugin]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the gate's options, the same as those of ci/gate."""
+    add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the target and start a gate session, unless only the suite's own tests are asked for."""
+    plugin = start(config)
+    if plugin is not None:
+        config.stash[_PLUGIN] = plugin
+        config.pluginmanager.register(plugin, "precision-gate")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what is judged."""
+    plugin = config.stash.get(_PLUGIN, None)
+    return f"target: {plugin.target.label}" if plugin else "the suite's own tests"
+
+
+@pytest.fixture(scope="session")
+def observer(pytestconfig: pytest.Config) -> Observer:
+    """Give what runs cases on the target, once each."""
+    return Observer(pytestconfig.stash[_PLUGIN].target.root, deadline=60.0, memory={})
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Judge:
+    """Give what compares found violations with known defects and fails the test."""
+    return judge_of(request.node, pytestconfig.stash[_PLUGIN].defects)

@@ -1,0 +1,275 @@
+"""Rank processes: every way for a rank to end is told, and nothing is left behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+
+from fixtures.runtime.ranks import RankContext, run_ranks
+
+PATIENCE = 20.0
+
+
+def test_every_rank_returns_its_own_value() -> None:
+    results = run_ranks(_add_rank, 3, 40)
+    assert [result.outcome for result in results] == ["returned"] * 3
+    assert [result.value for result in results] == [40, 41, 42]
+    assert [result.rank for result in results] == [0, 1, 2]
+
+
+def test_ranks_share_a_process_group() -> None:
+    assert [result.value for result in run_ranks(_sum_of_ranks, 4)] == [6.0] * 4
+
+
+def test_ranks_compute_on_one_thread() -> None:
+    assert [result.value for result in run_ranks(_threads, 2)] == [1, 1]
+
+
+def test_ranks_talk_beside_the_process_group() -> None:
+    assert [result.value for result in run_ranks(_greet_peers, 3)] == [{1, 2}, {0, 2}, {0, 1}]
+
+
+def test_values_larger_than_any_pipe_come_back() -> None:
+    size = 8 << 20
+    assert [len(result.value or b"") for result in run_ranks(_large_value, 2, size)] == [size] * 2
+
+
+def test_a_raised_exception_comes_with_message_and_source_line() -> None:
+    (result,) = run_ranks(_raise_after_print, 1)
+    assert result.outcome == "raised"
+    assert result.error is not None
+    assert (result.error.kind, result.error.message) == ("ValueError", "no such dtype")
+    assert isinstance(result.error.exception, ValueError)
+    last = result.error.frames[-1]
+    assert (last.file, last.text) == (__file__, 'raise ValueError("no such dtype")')
+    assert last.text in result.error.traceback
+
+
+def test_a_value_that_cannot_travel_is_an_error_of_its_rank() -> None:
+    (result,) = run_ranks(_lock, 1)
+    assert result.outcome == "raised"
+    assert result.error is not None
+    assert "pickle" in result.error.message
+
+
+def test_output_is_captured_below_python() -> None:
+    (result,) = run_ranks(_write_everywhere, 1)
+    assert [word for word in ("print", "stderr", "descriptor") if word not in result.output] == []
+
+
+def test_a_rank_that_dies_names_its_signal_and_where_it_stood() -> None:
+    (result,) = run_ranks(_abort, 1)
+    assert (result.outcome, result.signal) == ("died", "SIGABRT")
+    assert result.error is not None
+    assert result.error.frames[-1].text == "os.abort()"
+
+
+def test_a_rank_that_exits_without_a_word_has_died() -> None:
+    (result,) = run_ranks(_exit, 1)
+    assert (result.outcome, result.exit_code, result.signal) == ("died", 7, None)
+
+
+def test_ranks_that_wait_for_a_failed_one_are_ended_soon() -> None:
+    began = time.monotonic()
+    failed, waiting = run_ranks(_fail_first, 2, deadline=PATIENCE)
+    assert (failed.outcome, waiting.outcome) == ("raised", "ended")
+    assert waiting.error is not None
+    assert waiting.error.frames[-1].text == "signal.pause()"
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_hang_is_reported_with_the_line_it_hangs_on() -> None:
+    quick, hung = run_ranks(_hang_last, 2, deadline=0.5)
+    assert (quick.outcome, hung.outcome) == ("returned", "hung")
+    assert hung.error is not None
+    assert hung.error.frames[-1].text == "signal.pause()"
+    assert "_hang_last" in hung.error.traceback
+    assert 0.5 <= hung.seconds < PATIENCE
+
+
+def test_a_rank_that_ignores_its_signals_ends_too() -> None:
+    (result,) = run_ranks(_ignore_signals, 1, deadline=0.2)
+    assert result.outcome == "hung"
+
+
+def test_no_hanging_process_outlives_the_run() -> None:
+    with _pids_of_ranks(2) as (address, pids):
+        run_ranks(_pid_then_hang, 2, address, deadline=0.5)
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+
+
+def test_no_returned_process_outlives_the_run() -> None:
+    with _pids_of_ranks(2) as (address, pids):
+        run_ranks(_pid_then_return, 2, address)
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+
+
+def test_no_process_outlives_a_killed_caller() -> None:
+    with _pids_of_ranks(2) as (address, pids):
+        caller = _caller(
+            "os", f"ranks.run_ranks(tasks._pid_then_hang, 2, {address!r}, deadline=600)"
+        )
+    try:
+        watched = [os.pidfd_open(pid) for pid in pids]
+    finally:
+        caller.kill()
+        caller.communicate()
+    assert _all_end(watched, PATIENCE)
+
+
+def test_a_preload_that_breaks_the_server_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no server today')")
+    caller = _caller("broken", "ranks.run_ranks(tasks._add_rank, 1, 0)", tmp_path)
+    assert "RankServerError" in (said := caller.communicate(timeout=PATIENCE)[1])
+    assert "while importing broken" in said
+
+
+def test_a_preload_that_does_not_import_is_an_error_of_every_rank(tmp_path: Path) -> None:
+    task = "print([r.error.kind for r in ranks.run_ranks(tasks._add_rank, 2, 0)])"
+    caller = _caller("absent", task, tmp_path)
+    said = caller.communicate(timeout=PATIENCE)[0]
+    assert said.strip() == str(["ModuleNotFoundError"] * 2)
+
+
+def test_a_world_without_ranks_is_refused() -> None:
+    for size in (0, -1):
+        try:
+            run_ranks(_add_rank, size, 1)
+        except ValueError as error:
+            assert "at least one rank" in str(error)
+        else:
+            raise AssertionError(f"a world of {size} ranks")
+
+
+@contextmanager
+def _pids_of_ranks(count: int) -> Iterator[tuple[str, list[int]]]:
+    """An address for ranks to report to, and the process ids that have come in by the end."""
+    pids: list[int] = []
+    with Listener() as listener:
+        clerk = threading.Thread(target=_accept_pids, args=(listener, pids, count), daemon=True)
+        clerk.start()
+        yield str(listener.address), pids
+        clerk.join(PATIENCE)
+    assert len(pids) == count
+
+
+def _accept_pids(listener: Listener, pids: list[int], count: int) -> None:
+    for _ in range(count):
+        with listener.accept() as client:
+            pids.append(client.recv())
+
+
+def _caller(preload: str, act: str, *path: Path) -> subprocess.Popen[str]:
+    """A process of its own that runs ranks, forked from a server that preloads something else."""
+    code = (
+        f"import {__name__} as tasks; from fixtures.runtime import ranks; "
+        f"ranks.PRELOAD = {preload!r}; {act}"
+    )
+    entries = [str(entry) for entry in path] + sys.path
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(entries)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _all_end(descriptors: list[int], timeout: float) -> bool:
+    """Whether all processes end in time. Closes the descriptors."""
+    limit = time.monotonic() + timeout
+    ended = []
+    for descriptor in descriptors:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        ended += poll.poll(max(limit - time.monotonic(), 0) * 1000)
+        os.close(descriptor)
+    return len(ended) == len(descriptors)
+
+
+# Tasks
+
+
+def _add_rank(context: RankContext, offset: int) -> int:
+    return context.rank + offset
+
+
+def _sum_of_ranks(context: RankContext) -> float:
+    import torch
+
+    context.init_process_group()
+    total = torch.tensor(float(context.rank))
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def _threads(context: RankContext) -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _greet_peers(context: RankContext) -> set[int]:
+    for peer in context.peers.values():
+        peer.send(context.rank)
+    return {peer.recv() for peer in context.peers.values()}
+
+
+def _large_value(context: RankContext, size: int) -> bytes:
+    return bytes(size)
+
+
+def _raise_after_print(context: RankContext) -> None:
+    raise ValueError("no such dtype")
+
+
+def _lock(context: RankContext) -> object:
+    return threading.Lock()
+
+
+def _write_everywhere(context: RankContext) -> None:
+    print("print", end="")
+    print("stderr", end="", file=sys.stderr)
+    os.write(2, b"descriptor")
+
+
+def _abort(context: RankContext) -> None:
+    os.abort()
+
+
+def _exit(context: RankContext) -> None:
+    os._exit(7)
+
+
+def _fail_first(context: RankContext) -> None:
+    if context.rank == 0:
+        raise RuntimeError
+    signal.pause()
+
+
+def _hang_last(context: RankContext) -> None:
+    if context.rank == context.world_size - 1:
+        signal.pause()
+
+
+def _ignore_signals(context: RankContext) -> None:
+    ours = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+    threading.Event().wait()
+
+
+def _pid_then_hang(context: RankContext, address: str) -> None:
+    _pid_then_return(context, address)
+    signal.pause()
+
+
+def _pid_then_return(context: RankContext, address: str) -> None:
+    with Client(address) as client:
+        client.send(os.getpid())
