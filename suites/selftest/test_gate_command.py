@@ -43,7 +43,6 @@ def pytest_addoption(parser):
 def pytest_sessionfinish(session):
     out = pathlib.Path(session.config.option.gate_out)
     if not hasattr(session.config, "workerinput"):
-        out.mkdir()
         (out / "results.json").write_text(json.dumps({"tests": session.testscollected}))
 """
 
@@ -311,7 +310,8 @@ def test_pytest_itself_runs_all_suites_but_the_own_tests(gate: Copy) -> None:
         (["--megatron"], "argument --megatron: expected one argument"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--tier", "slow"], "argument --tier: invalid choice: 'slow'"),
-        (["--out", "file"], "--out file is not a folder"),
+        (["--out", "file"], "--out file cannot be used: File exists"),
+        (["--out", "file/below"], "--out file/below cannot be used: Not a directory"),
         (["--defects", "none.toml"], "--defects none.toml: there is no such file"),
         (["--with", ""], "--with '' is not a requirement"),
         (["--with=--pre"], "--with '--pre' is not a requirement"),

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -112,29 +112,37 @@ def test_no_returned_process_outlives_the_run() -> None:
 
 
 def test_no_process_outlives_a_killed_caller() -> None:
-    with _pids_of_ranks(2) as (address, pids):
-        caller = _caller(
-            "os", f"ranks.run_ranks(tasks._pid_then_hang, 2, {address!r}, deadline=600)"
-        )
-    try:
-        watched = [os.pidfd_open(pid) for pid in pids]
-    finally:
+    with _caller_of_hanging_ranks() as (caller, watched):
         caller.kill()
-        caller.communicate()
-    assert _all_end(watched, PATIENCE)
+        assert _all_end(watched, PATIENCE)
+
+
+def test_an_interrupted_caller_leaves_at_once() -> None:
+    with _caller_of_hanging_ranks() as (caller, watched):
+        caller.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in caller.communicate(timeout=PATIENCE / 4)[1]
+        assert _all_end(watched, 0.0)
+
+
+def test_the_server_preloads_with_the_import_path_of_its_caller(tmp_path: Path) -> None:
+    (tmp_path / "witness.py").write_text("import os\nPID = os.getpid()\n")
+    act = "print(ranks.run_ranks(tasks._witness, 1)[0].value)"
+    with _caller("witness", act, tmp_path) as caller:
+        assert caller.communicate(timeout=PATIENCE)[0].strip() == "imported by another process"
 
 
 def test_a_preload_that_breaks_the_server_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('no server today')")
-    caller = _caller("broken", "ranks.run_ranks(tasks._add_rank, 1, 0)", tmp_path)
-    assert "RankServerError" in (said := caller.communicate(timeout=PATIENCE)[1])
+    with _caller("broken", "ranks.run_ranks(tasks._add_rank, 1, 0)", tmp_path) as caller:
+        said = caller.communicate(timeout=PATIENCE)[1]
+    assert "RankServerError" in said
     assert "while importing broken" in said
 
 
-def test_a_preload_that_does_not_import_is_an_error_of_every_rank(tmp_path: Path) -> None:
-    task = "print([r.error.kind for r in ranks.run_ranks(tasks._add_rank, 2, 0)])"
-    caller = _caller("absent", task, tmp_path)
-    said = caller.communicate(timeout=PATIENCE)[0]
+def test_a_preload_that_does_not_import_is_an_error_of_every_rank() -> None:
+    act = "print([r.error.kind for r in ranks.run_ranks(tasks._add_rank, 2, 0)])"
+    with _caller("absent", act) as caller:
+        said = caller.communicate(timeout=PATIENCE)[0]
     assert said.strip() == str(["ModuleNotFoundError"] * 2)
 
 
@@ -166,30 +174,44 @@ def _accept_pids(listener: Listener, pids: list[int], count: int) -> None:
             pids.append(client.recv())
 
 
-def _caller(preload: str, act: str, *path: Path) -> subprocess.Popen[str]:
+@contextmanager
+def _caller(preload: str, act: str, *path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of its own that runs ranks, forked from a server that preloads something else."""
-    code = (
-        f"import {__name__} as tasks; from fixtures.runtime import ranks; "
-        f"ranks.PRELOAD = {preload!r}; {act}"
-    )
     entries = [str(entry) for entry in path] + sys.path
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(entries)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    code = (
+        f"import sys; sys.path[:] = {entries!r}; import {__name__} as tasks; "
+        f"from fixtures.runtime import ranks; ranks.PRELOAD = {preload!r}; {act}"
     )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as caller:
+        try:
+            yield caller
+        finally:
+            caller.kill()
+
+
+@contextmanager
+def _caller_of_hanging_ranks() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process whose two ranks are known to hang, and a descriptor for each of these."""
+    with ExitStack() as stack:
+        with _pids_of_ranks(2) as (address, pids):
+            act = f"ranks.run_ranks(tasks._pid_then_hang, 2, {address!r}, deadline=600)"
+            caller = stack.enter_context(_caller("os", act))
+        yield caller, [os.pidfd_open(pid) for pid in pids]
 
 
 def _all_end(descriptors: list[int], timeout: float) -> bool:
-    """Whether all processes end in time. Closes the descriptors."""
+    """Whether all processes end in time. Closes the descriptors, and ends what is left."""
     limit = time.monotonic() + timeout
     ended = []
     for descriptor in descriptors:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        ended += poll.poll(max(limit - time.monotonic(), 0) * 1000)
+        if poll.poll(max(limit - time.monotonic(), 0) * 1000):
+            ended.append(descriptor)
+        else:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         os.close(descriptor)
     return len(ended) == len(descriptors)
 
@@ -257,6 +279,13 @@ def _fail_first(context: RankContext) -> None:
 def _hang_last(context: RankContext) -> None:
     if context.rank == context.world_size - 1:
         signal.pause()
+
+
+def _witness(context: RankContext) -> str:
+    imported_by = sys.modules["witness"].PID
+    return (
+        "imported by this process" if imported_by == os.getpid() else "imported by another process"
+    )
 
 
 def _ignore_signals(context: RankContext) -> None:

@@ -90,6 +90,23 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the environment with the package `present` 1.0.
+
+    Not one of the real packages: what these tests look for would destroy it.
+    """
+    folder = tmp_path / "site"
+    info = folder / "present-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / "present.py").touch()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: present\nVersion: 1.0\n")
+    (info / "RECORD").write_text("present.py,,\npresent-1.0.dist-info/METADATA,,\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
 def run_python(code: str, **environment: str) -> str:
     """The output of `code` in a fresh process, which can import `fixtures`."""
     paths = [str(REPOSITORY), environment.pop("PYTHONPATH", "")]
@@ -315,40 +332,37 @@ def test_the_installed_release_is_the_default(tmp_path: Path, cache: Path) -> No
 
 
 def test_with_installs_what_is_missing_and_nothing_else(
-    wheels: Path, cache: Path, tmp_path: Path
+    wheels: Path, present: Path, cache: Path, tmp_path: Path
 ) -> None:
-    write_wheel(wheels, "addon", "1.0", {"addon.py": "import pluggy, further"}, needs="further")
-    write_wheel(wheels, "further", "1.0", {"further.py": ""}, needs="pluggy")
-    write_wheel(wheels, "pluggy", "999.0", {"pluggy.py": "raise SystemExit('replaced')"})
+    write_wheel(wheels, "addon", "1.0", {"addon.py": "import present, further"}, needs="further")
+    write_wheel(wheels, "further", "1.0", {"further.py": ""}, needs="present")
+    write_wheel(wheels, "present", "999.0", {"present.py": "raise SystemExit('replaced')"})
     site = target.overlay(["addon"], cache)
     assert site is not None
-    assert {path.name for path in site.iterdir() if path.suffix == ".py"} == {
-        "addon.py",
-        "further.py",
-    }
+    assert {path.stem for path in site.glob("*.py")} == {"addon", "further"}
     assert target.overlay(["addon"], cache) == site
 
     root = write_megatron(tmp_path / "plain")
     (root / "megatron/core/layer.py").write_text("import addon\n")
     assert "add --with addon" in load_and_say(root, "'loaded'")
-    loaded = run_python(
+    code = (
         "from pathlib import Path; from fixtures import target\n"
         f"target.load(Path({str(root)!r}), [Path({str(site)!r})]); print('loaded')"
     )
-    assert loaded == "loaded"
+    assert run_python(code, PYTHONPATH=str(present)) == "loaded"
 
 
-def test_with_leaves_the_environment_as_it_is(wheels: Path, cache: Path) -> None:
-    write_wheel(wheels, "pluggy", "999.0", {"pluggy.py": ""})
-    with pytest.raises(CannotJudge, match=r"--with pluggy==999\.0 cannot .* stay at their"):
-        target.overlay(["pluggy==999.0"], cache)
-    assert run_python("import importlib.metadata as m; print(m.version('pluggy'))") != "999.0"
+def test_with_leaves_the_environment_as_it_is(wheels: Path, present: Path, cache: Path) -> None:
+    write_wheel(wheels, "present", "999.0", {"present.py": ""})
+    with pytest.raises(CannotJudge, match=r"--with present==999\.0 cannot .* stay at their"):
+        target.overlay(["present==999.0"], cache)
+    assert (present / "present.py").is_file()
 
 
-def test_with_what_is_there_needs_no_folder(wheels: Path, cache: Path) -> None:
-    assert wheels.is_dir()
+@pytest.mark.usefixtures("wheels", "present")
+def test_with_what_is_there_needs_no_folder(cache: Path) -> None:
     assert target.overlay([], cache) is None
-    assert target.overlay(["pluggy"], cache) is None
+    assert target.overlay(["present"], cache) is None
 
 
 def test_with_a_file_that_changed_is_installed_anew(

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ def test_a_message_is_recorded_at_both_ends() -> None:
     assert message.send.channel == message.receive.channel
     assert (message.send.rank, message.send.peer) == (0, 1)
     assert (message.receive.rank, message.receive.peer) == (1, 0)
+    assert message.receive.kind == message.send.kind
     for end in (message.send, message.receive):
         assert (end.dtype, end.shape, end.numel) == (torch.bfloat16, (2, 3), 6)
         assert end.digest == digest(torch.arange(6, dtype=torch.bfloat16))
@@ -129,6 +130,10 @@ def test_same_bytes_in_another_dtype_are_stopped() -> None:
 def test_a_mismatch_reaches_a_rank_that_waits_for_something_else() -> None:
     faults = _values(_mismatch_behind_another_wait)
     assert ["rank 1 receives from rank 0 float32 [4]" in fault for fault in faults] == [True, True]
+
+
+def test_nothing_is_received_after_a_mismatch() -> None:
+    assert _values(_go_on_after_mismatch) == [[7.0] * 4, [-1.0] * 4]
 
 
 def test_a_receive_that_nobody_serves_is_named() -> None:
@@ -432,6 +437,23 @@ def _mismatch_behind_another_wait(context: RankContext) -> str:
         except WireMismatch as fault:
             return str(fault)
     return "passed"
+
+
+def _go_on_after_mismatch(context: RankContext) -> list[float]:
+    """Post a good pair behind a bad one; what the good receive's buffer then holds."""
+    sending = context.rank == 0
+    bad = torch.ones(4, dtype=torch.bfloat16 if sending else torch.float32)
+    good = torch.full((4,), 7.0 if sending else -1.0)
+    with _watch(context):
+        post = dist.isend if sending else dist.irecv
+        works = [post(tensor, 1 - context.rank) for tensor in (bad, good)]
+        for work in works:
+            with suppress(WireMismatch):
+                work.wait()
+        # Messages between two ranks keep their order: what was under way has arrived by then.
+        dist.barrier()
+        dist.barrier()
+    return good.tolist()
 
 
 def _receive_alone(context: RankContext) -> str:
