@@ -16,19 +16,18 @@ from torch.distributed import isend as early_isend
 from torch.distributed.distributed_c10d import batch_isend_irecv as early_batch
 
 from fixtures.runtime.ranks import RankContext, RankResult, run_ranks
-from fixtures.trace.source import Locator
-from fixtures.trace.wire import (
+from fixtures.trace.digest import digest
+from fixtures.trace.messages import (
     Channel,
     Message,
     MessageEnd,
-    Wire,
     WireMismatch,
     WireRecord,
     WireUnmatched,
-    digest,
     pair,
-    watch_wire,
 )
+from fixtures.trace.source import Locator
+from fixtures.trace.wire import Wire, watch_wire
 
 SHORT = 0.3
 LONG = 20.0
@@ -44,7 +43,7 @@ def test_a_message_is_recorded_at_both_ends() -> None:
     assert (message.receive.rank, message.receive.peer) == (1, 0)
     assert message.receive.kind == message.send.kind
     for end in (message.send, message.receive):
-        assert (end.dtype, end.shape, end.numel) == (torch.bfloat16, (2, 3), 6)
+        assert (end.dtype, end.shape, end.numel) == ("bfloat16", (2, 3), 6)
         assert end.digest == digest(torch.arange(6, dtype=torch.bfloat16))
 
 
@@ -180,7 +179,7 @@ def test_the_connections_serve_again() -> None:
 
 def test_pairing_finds_the_unmatched_and_the_mismatched() -> None:
     first, second, third = (_end(0, "send", sequence) for sequence in range(3))
-    narrow = _end(1, "receive", 1, torch.bfloat16)
+    narrow = _end(1, "receive", 1, "bfloat16")
     stray = _end(1, "receive", 7)
     messages = pair([WireRecord(0, (first, second, third)), WireRecord(1, (narrow, stray))])
     assert messages == [
@@ -220,7 +219,7 @@ def _end(
     rank: int,
     direction: str,
     sequence: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     digest: str | None = None,
 ) -> MessageEnd:
     channel = Channel("0", (0, 1), 0, 1, 0)
