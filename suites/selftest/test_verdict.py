@@ -1,0 +1,137 @@
+"""What follows from checks: verdict, faults, results for machines, words for people."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from _pytest._io import TerminalWriter
+
+from fixtures.contract.violation import Violation
+from fixtures.defects import Defect
+from fixtures.target import Target
+from fixtures.trace.records import Source
+from fixtures.verdict.faults import group_faults
+from fixtures.verdict.records import EXIT_STATUS, Check, Outcome, decide
+from fixtures.verdict.render import render
+from fixtures.verdict.results import SCHEMA, results_data, write_results
+
+LINE = Source("megatron/core/fusions/add.py", 34, "residual = residual.to(x.dtype)")
+VIOLATION = Violation(
+    "S2", "dense.fp32.train", "layer out", "never narrowed", "float32 -> bfloat16",
+    layer=0, phase="forward", source=LINE,
+)  # fmt: skip
+TARGET = Target("0.16.1", Path("/releases/0.16.1"), "release", "0.16.1", None, False)
+
+
+def check(outcome: Outcome, **fields: object) -> Check:
+    return Check("S2", "dense.fp32.train", "suites/x.py::test", outcome, **fields)
+
+
+PASSED, REJECTED = check("pass"), check("violation", violations=[VIOLATION])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "word"),
+    [
+        (["pass"], "ACCEPT"),
+        (["pass", "known-defect", "not-applicable"], "ACCEPT"),
+        (["known-defect"], "ACCEPT"),
+        (["pass", "violation"], "REJECT"),
+        (["violation", "error", "not-checked"], "REJECT"),
+        (["pass", "error"], "CANNOT JUDGE"),
+        (["pass", "not-checked"], "CANNOT JUDGE"),
+        (["not-applicable"], "CANNOT JUDGE"),
+        ([], "CANNOT JUDGE"),
+    ],
+)
+def test_verdict(outcomes: list[Outcome], word: str) -> None:
+    verdict = decide([check(outcome) for outcome in outcomes], faults=1)
+    assert verdict.word == word
+    assert verdict.line.startswith(f"verdict: {word}: ")
+
+
+def test_a_target_that_cannot_be_judged_is_told() -> None:
+    assert decide([PASSED], cannot_judge="no torch").line == "verdict: CANNOT JUDGE: no torch"
+    assert decide([REJECTED], 1, cannot_judge="stopped").word == "REJECT"
+
+
+def test_exit_status() -> None:
+    assert EXIT_STATUS == {"ACCEPT": 0, "REJECT": 1, "CANNOT JUDGE": 2}
+
+
+def test_a_line_is_one_fault() -> None:
+    elsewhere = replace(VIOLATION, rule="S1", layer=1, subject="mamba.fp32.train")
+    (fault,) = group_faults([VIOLATION, elsewhere])
+    assert fault.rules == ("S1", "S2")
+    assert fault.layers == (0, 1)
+    assert fault.first == elsewhere
+    assert fault.subjects == ("dense.fp32.train",)
+
+
+def test_different_things_at_one_definition_are_different_faults() -> None:
+    vague = replace(LINE, exact=False)
+    one = replace(VIOLATION, source=vague)
+    assert len(group_faults([one, replace(one, seen="float16"), replace(one, layer=1)])) == 2
+
+
+def test_different_lines_are_different_faults() -> None:
+    other = replace(VIOLATION, source=replace(LINE, line=35))
+    assert len(group_faults([VIOLATION, other, replace(VIOLATION, source=None)])) == 3
+
+
+def test_a_check_travels_between_processes() -> None:
+    sent = check("violation", violations=[VIOLATION], known=[("narrow", VIOLATION)])
+    assert Check.from_data(json.loads(json.dumps(sent.to_data()))) == sent
+
+
+def test_results_fit_their_schema(tmp_path: Path) -> None:
+    checks = [PASSED, REJECTED, check("known-defect", known=[("narrow", VIOLATION)])]
+    faults = group_faults([VIOLATION])
+    data = results_data(
+        TARGET, "cpu", "quick", decide(checks, 1), checks, faults, ["other"], seconds=1.5
+    )
+    read = json.loads(write_results(tmp_path / "new" / "folder", data).read_text())
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(read, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(read | {"verdict": "MAYBE"}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(read | {"surplus": 1}, schema)
+
+
+def test_people_are_told_everything() -> None:
+    defect = Defect("narrow", "the wire is narrow", ("S2",), ("*",), "", "b", "https://e.org/1")
+    fixed = replace(defect, id="gone", title="the embedding is narrow")
+    checks = [
+        REJECTED,
+        check("violation", violations=[replace(VIOLATION, layer=3, subject="mamba.fp32.train")]),
+        check("known-defect", known=[("narrow", VIOLATION)]),
+        check("not-applicable", reason="no experts"),
+        check("not-checked", reason="no layer seen"),
+        check("error", reason="Traceback: boom"),
+    ]
+    paper = io.StringIO()
+    verdict = decide(checks, 1)
+    known = {"narrow": defect, "gone": fixed}
+    render(TerminalWriter(paper), TARGET, checks, known, ["gone"], verdict)
+    told = paper.getvalue()
+    for words in (
+        "violation of S2 identity-path",
+        f"{LINE.path}:34",
+        LINE.text,
+        "dense.fp32.train, layer 0 out, forward",
+        "float32 -> bfloat16",
+        "1 more place in layers 0, 3 and cases mamba.fp32.train",
+        "known defect: narrow: the wire is narrow (1 check; https://e.org/1)",
+        "fixed here: gone: the embedding is narrow",
+        "not applicable: no experts (1 check)",
+        "not checked: no layer seen (1 check)",
+        "Traceback: boom",
+        "megatron-core 0.16.1",
+    ):
+        assert words in told
+    assert told.rstrip().splitlines()[-1] == verdict.line
