@@ -1,4 +1,4 @@
-"""Wires the gate into pytest: options, fixtures, markers, report header. No logic lives here."""
+"""Wires the gate into pytest: options, fixtures, markers. No logic lives here."""
 
 import pytest
 
@@ -20,12 +20,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if plugin is not None:
         config.stash[_PLUGIN] = plugin
         config.pluginmanager.register(plugin, "precision-gate")
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    """Say what is judged."""
-    plugin = config.stash.get(_PLUGIN, None)
-    return f"target: {plugin.target.label}" if plugin else "the suite's own tests"
 
 
 @pytest.fixture(scope="session")
