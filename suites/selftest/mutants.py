@@ -81,7 +81,7 @@ def _when(condition: str, otherwise: str = _UPCAST) -> str:
 
 
 _LAST_RANK = "torch.distributed.get_rank() == torch.distributed.get_world_size() - 1"
-_ROUNDING_FUNCTION = '''class _Rounding(torch.autograd.Function):
+_ROUNDING_FUNCTION = """class _Rounding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.view_as(x)
@@ -91,7 +91,7 @@ _ROUNDING_FUNCTION = '''class _Rounding(torch.autograd.Function):
         return gradient.bfloat16().float()
 
 
-logger ='''
+logger ="""
 
 
 MUTANTS = (

@@ -44,7 +44,8 @@ def test_an_entry_explains_nothing_else(tmp_path: Path, field: str, value: str) 
 
 
 @pytest.mark.parametrize(
-    ("version", "lives"), [("0.16.1", False), ("0.17.1", True), ("0.19.2rc1", True), ("0.20", False)]
+    ("version", "lives"),
+    [("0.16.1", False), ("0.17.1", True), ("0.19.2rc1", True), ("0.20", False)],
 )
 def test_an_entry_lives_in_its_versions(tmp_path: Path, version: str, lives: bool) -> None:
     assert good(tmp_path).lives_in(version) is lives

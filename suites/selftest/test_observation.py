@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def observer(newest_release: Path) -> Iterator[Observer]:
-    """Give an observer of the newest release; the fork server reads its root from the environment."""
+    """Give an observer of the newest release; the fork server finds it by the environment."""
     before = os.environ.get("PRECISION_GATE_ROOT")
     os.environ["PRECISION_GATE_ROOT"] = str(newest_release)
     yield Observer(newest_release, deadline=60.0, memory={})
