@@ -79,7 +79,16 @@ def test_different_things_at_one_definition_are_different_faults() -> None:
 
 def test_different_lines_are_different_faults() -> None:
     other = replace(VIOLATION, source=replace(LINE, line=35))
-    assert len(group_faults([VIOLATION, other, replace(VIOLATION, source=None)])) == 3
+    lineless = replace(VIOLATION, source=None, subject="mamba.fp32.train")
+    assert len(group_faults([VIOLATION, other, lineless])) == 3
+
+
+def test_what_has_no_line_goes_with_the_line_in_its_case() -> None:
+    consequence = replace(VIOLATION, rule="S1", source=replace(LINE, line=1, exact=False))
+    (fault,) = group_faults([consequence, VIOLATION, replace(VIOLATION, source=None, layer=3)])
+    assert fault.source == LINE
+    assert fault.first == VIOLATION
+    assert fault.layers == (0, 3)
 
 
 def test_a_check_travels_between_processes() -> None:
