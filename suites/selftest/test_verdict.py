@@ -134,7 +134,7 @@ def test_people_are_told_everything() -> None:
         LINE.text,
         "dense.fp32.train, layer 0 out, forward",
         "float32 -> bfloat16",
-        "1 more place in layers 0, 3 and cases mamba.fp32.train",
+        "1 more place in layers 0, 3 and in mamba.fp32.train",
         "known defect: narrow: the wire is narrow (1 check; https://e.org/1)",
         "fixed here: gone: the embedding is narrow",
         "not applicable: no experts (1 check)",
