@@ -1,6 +1,7 @@
 """Runs the gate in a process of its own, as a user would, and reads what it says."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,12 +33,20 @@ class GateRun:
         }
 
 
-def run_gate(target: Path | str, out: Path, *arguments: str) -> GateRun:
-    """Judge a target with `pytest suites`, in one process, quick tier unless told otherwise."""
+def run_gate(target: Path | str, out: Path, *arguments: str, **variables: str) -> GateRun:
+    """Judge a target with `pytest suites`, in one process, quick tier unless told otherwise.
+
+    Args:
+        target: as `--megatron` takes it.
+        out: folder for the results.
+        arguments: for pytest.
+        variables: of the environment, beside those of this process.
+    """
     command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider"]
     finished = subprocess.run(
         [*command, f"--megatron={target}", f"--out={out}", *arguments],
         cwd=REPOSITORY,
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

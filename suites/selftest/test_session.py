@@ -38,10 +38,13 @@ def test_a_defect_that_does_not_show_is_told_as_fixed(newest_release: Path, tmp_
     assert run.results["fixed_here"] == ["ours"]
 
 
-def test_a_defect_that_fits_no_check_is_refused(newest_release: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_defect_that_fits_no_check_is_refused(
+    workers: str, newest_release: Path, tmp_path: Path
+) -> None:
     own = tmp_path / "own.toml"
     own.write_text(ENTRY.format(rule="S2", subject="dance*"))
-    run = run_gate(newest_release, tmp_path / "out", f"--defects={own}")
+    run = run_gate(newest_release, tmp_path / "out", f"--defects={own}", "-n", workers)
     assert run.status == 2, run.output
     assert run.last_line == (
         f"verdict: CANNOT JUDGE: {own}: defect 'ours' fits no check: "
@@ -93,3 +96,19 @@ def test_a_target_that_dies_is_told_with_its_line(newest_release: Path, tmp_path
     assert "rank 0 died (SIGABRT)" in run.output
     assert f"{ADD}:" in run.output
     assert ("S2", ADD) in run.rules_and_files()
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_check_that_breaks_down_is_not_passed_over(
+    workers: str, newest_release: Path, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "breakdown.py"
+    plugin.write_text("import os\ndef pytest_runtest_call(item):\n    os._exit(3)\n")
+    run = run_gate(
+        newest_release, tmp_path / "out", *ONLY_S2, "-n", workers, "-p", "breakdown",
+        PYTHONPATH=str(tmp_path),
+    )  # fmt: skip
+    assert run.status not in (0, 1), run.output
+    if workers == "2":
+        assert run.status == 2
+        assert "verdict: CANNOT JUDGE" in run.last_line
