@@ -261,7 +261,7 @@ def _watch(
 ) -> AbstractContextManager[Wire]:
     if not dist.is_initialized():
         context.init_process_group()
-    locator = Locator(Path(__file__).parent)
+    locator = Locator(Path(__file__).parent, package="")
     return watch_wire(
         context.rank, context.peers, locator, forward_only=forward_only, patience=patience
     )
