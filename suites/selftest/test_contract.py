@@ -75,6 +75,15 @@ def test_a_wide_product_breaks_s4() -> None:
     assert (violation.seen, violation.expected) == ("float32 x float32 x float32", "bfloat16")
 
 
+def test_a_wide_router_is_no_wide_branch() -> None:
+    router = replace(PRODUCT, place="router")
+    backward = replace(PRODUCT, place="backward", phase="backward")
+    trace = [traced(*good_crossings(), products=[router, backward])]
+    assert STREAM_RULES["S4"](DENSE, trace) == []
+    trace = [traced(*good_crossings(), products=[router, replace(backward, layer=1)])]
+    assert [each.layer for each in STREAM_RULES["S4"](DENSE, trace)] == [1]
+
+
 def test_with_the_flag_off_an_fp32_stream_breaks_s1() -> None:
     off = case("dense", fp32_residual=False)
     found = STREAM_RULES["S1"](off, [traced(*good_crossings())])
