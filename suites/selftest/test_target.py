@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fixtures import target
-from fixtures.target import CannotJudge, Target
+from fixtures.target import CannotJudge, Target, packages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -124,7 +124,7 @@ def run_python(code: str, **environment: str) -> str:
 def load_and_say(root: Path, expression: str, **environment: str) -> str:
     """What `expression` is in a fresh process that has loaded `root`, or why it cannot."""
     return run_python(
-        "from pathlib import Path; import sys; from fixtures import target\n"
+        "from pathlib import Path; import importlib.util, sys; from fixtures import target\n"
         f"try: target.load(Path({str(root)!r}))\n"
         "except target.CannotJudge as error: print('cannot judge:', error)\n"
         f"else: print({expression})",
@@ -369,7 +369,7 @@ def test_with_a_file_that_changed_is_installed_anew(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = []
-    monkeypatch.setattr(target, "_install_beside", lambda *arguments: installed.append(arguments))
+    monkeypatch.setattr(packages, "_install_beside", lambda *arguments: installed.append(arguments))
     plugin = tmp_path / "plugin" / "code.py"
     plugin.parent.mkdir()
     for times in (1, 1, 2):
@@ -404,7 +404,7 @@ def test_no_other_megatron_leaks_in(tmp_path: Path, init: str | None) -> None:
         "sys.modules['megatron.core.layer'].FILE,"
         "target.foreign_modules(Path.cwd()),"
         f"target.foreign_modules(Path({str(root)!r})),"
-        "target.importlib.util.find_spec('megatron.training')",
+        "importlib.util.find_spec('megatron.training')",
         PYTHONPATH=str(installed),
     )
     ours = ["megatron", "megatron.core", "megatron.core.layer"]
