@@ -10,6 +10,7 @@ import pytest
 from fixtures.cases import Case, case
 from fixtures.contract.stream import NothingSeen, every_stream_rule
 from fixtures.observe import Observer, judge_stream, observe_case, stage_traces
+from fixtures.runtime import ROOT_VARIABLE
 from suites.selftest.plain import computed
 
 CASES = [
@@ -25,13 +26,13 @@ CASES = [
 @pytest.fixture(scope="module")
 def observer(newest_release: Path) -> Iterator[Observer]:
     """Give an observer of the newest release; the fork server finds it by the environment."""
-    before = os.environ.get("PRECISION_GATE_ROOT")
-    os.environ["PRECISION_GATE_ROOT"] = str(newest_release)
+    before = os.environ.get(ROOT_VARIABLE)
+    os.environ[ROOT_VARIABLE] = str(newest_release)
     yield Observer(newest_release, deadline=60.0, memory={})
     if before is None:
-        del os.environ["PRECISION_GATE_ROOT"]
+        del os.environ[ROOT_VARIABLE]
     else:
-        os.environ["PRECISION_GATE_ROOT"] = before
+        os.environ[ROOT_VARIABLE] = before
 
 
 @pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
@@ -57,4 +58,4 @@ def test_a_trace_that_saw_no_layer_is_no_verdict(observer: Observer) -> None:
 def test_a_run_is_shared(observer: Observer) -> None:
     each = case("dense")
     assert observe_case(observer, each) is observe_case(observer, each)
-    assert judge_stream(observer, each, every_stream_rule) is not None
+    assert judge_stream(observer, each, every_stream_rule) == []
