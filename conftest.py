@@ -25,7 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def observer(pytestconfig: pytest.Config) -> Observer:
     """Give what runs cases on the target, once each."""
-    return Observer(pytestconfig.stash[_PLUGIN].target.root, deadline=60.0, memory={})
+    return Observer(
+        pytestconfig.stash[_PLUGIN].target.root,
+        deadline=60.0,
+        memory={},
+        seed=pytestconfig.getoption("--seed"),
+    )
 
 
 @pytest.fixture
