@@ -37,3 +37,9 @@ def observer(pytestconfig: pytest.Config) -> Observer:
 def judge(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Judge:
     """Give what compares found violations with known defects and fails the test."""
     return judge_of(request.node, pytestconfig.stash[_PLUGIN].defects)
+
+
+@pytest.fixture(scope="session")
+def record(pytestconfig: pytest.Config) -> bool:
+    """Say whether golden values are to be written rather than read."""
+    return pytestconfig.getoption("--record")

@@ -1,0 +1,57 @@
+"""Every stack against its recorded values: the reference, runs with and without the flag, bits."""
+
+import pytest
+
+from fixtures.cases import case
+from fixtures.contract.golden import flag_off_unchanged, golden_stack, reference_frozen
+from fixtures.observe import Observer
+from fixtures.oracle.golden import bits_file, in_order, reference_file
+from fixtures.recording import golden_run, recorded_bits, recorded_reference
+from fixtures.stacks import STACKS
+from fixtures.verdict.plugin import Judge
+
+_QUICK = ("dense", "dense-rms-swiglu-gqa-rope", "moe-alltoall-shared", "hybrid")
+_FULL = (
+    "dense-rms-bias-rope", "dense-swiglu-bias-gqa", "dense-fp16", "dense-deep", "moe-allgather",
+    "moe-mixed", "mamba", "hybrid-dense", "hybrid-fp16", "cross-attention",
+    "cross-attention-rms-swiglu-rope",
+)  # fmt: skip
+
+over_stacks = pytest.mark.parametrize(
+    "stack", [*_QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in _FULL)]
+)
+
+
+@pytest.mark.rule("G1")
+@over_stacks
+def test_reference_is_frozen(stack: str, observer: Observer, judge: Judge, record: bool) -> None:
+    golden, each = recorded_reference(observer, stack, record), case(stack)
+    run = golden_run(observer, each, golden.seed)
+    judge(reference_frozen(each, in_order(run.exact, golden, reference_file(each.stack))))
+
+
+@pytest.mark.rule("G2")
+@over_stacks
+def test_stack_meets_its_record(stack: str, observer: Observer, judge: Judge, record: bool) -> None:
+    golden = recorded_reference(observer, stack, record)
+    judge(
+        [
+            violation
+            for each in (case(stack), case(stack, fp32_residual=False))
+            for violation in golden_stack(
+                each,
+                in_order(
+                    golden_run(observer, each, golden.seed).seen, golden, reference_file(each.stack)
+                ),
+            )
+        ]
+    )
+
+
+@pytest.mark.rule("S7")
+@over_stacks
+def test_flag_off_is_unchanged(stack: str, observer: Observer, judge: Judge, record: bool) -> None:
+    golden, each = recorded_bits(observer, stack, record), case(stack, fp32_residual=False)
+    run = golden_run(observer, each, golden.seed)
+    path = bits_file(STACKS[stack], run.backend)
+    judge(flag_off_unchanged(each, in_order(run.seen, golden, path)))
