@@ -8,7 +8,6 @@ from fixtures.observe import Observer, drift_of
 from fixtures.oracle.decide import DEPTH_SEEDS
 from fixtures.verdict.plugin import Judge
 
-
 _CASES = [
     pytest.param(each, id=each.name, marks=marks)
     for stack, marks in (("depth-16", []), ("depth-128", [pytest.mark.full]))

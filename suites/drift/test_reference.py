@@ -2,17 +2,18 @@
 
 import pytest
 
-from fixtures.cases import case
+from fixtures.cases import DRIFT_STACKS, case
 from fixtures.contract.drift import CaseDrift, forward_drift, gradient_drift, measures
 from fixtures.observe import Observer, drift_of
 from fixtures.oracle.decide import SEEDS
 from fixtures.verdict.plugin import Judge
 
-_QUICK = ("long-rope", "long-moe", "long-hybrid", "long-stock-rmsnorm")
-_FULL = ("long-dense", "long-fp16", "long-cross", "long-moe-softmax-first")
-
 over_stacks = pytest.mark.parametrize(
-    "stack", [*_QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in _FULL)]
+    "stack",
+    [
+        pytest.param(name, marks=[] if name in DRIFT_STACKS["quick"] else [pytest.mark.full])
+        for name in DRIFT_STACKS["full"]
+    ],
 )
 
 

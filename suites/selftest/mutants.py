@@ -58,12 +58,12 @@ class Mutant:
         name: what is wrong.
         edits: how it is put in.
         rule: one of the rules that must be named.
-        file: the file that must be named with it.
+        file: the file that must be named with it; None where no line can be named.
     """
 
     name: str
     rule: str
-    file: str
+    file: str | None
     edits: tuple[Edit, ...]
 
     def make(self, release: Path, into: Path) -> Path:
@@ -81,7 +81,7 @@ def _when(condition: str, otherwise: str = _UPCAST) -> str:
 
 
 _LAST_RANK = "torch.distributed.get_rank() == torch.distributed.get_world_size() - 1"
-_ROUNDING_FUNCTION = """class _Rounding(torch.autograd.Function):
+ROUNDING_FUNCTION = """class _Rounding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.view_as(x)
@@ -199,7 +199,7 @@ MUTANTS = (
         Edit(P2P, "dtype=config.pipeline_dtype", "dtype=torch.bfloat16", 1),
     )),
     Mutant("gradient rounded in an autograd function", "S5", LAYER, (
-        Edit(LAYER, "logger =", _ROUNDING_FUNCTION, 1),
+        Edit(LAYER, "logger =", ROUNDING_FUNCTION, 1),
         Edit(LAYER, _UPCAST, "residual = _Rounding.apply(residual)", 1),
     )),
     Mutant("fp32 matrix product", "S4", LINEAR, (
