@@ -3,15 +3,18 @@
 import pytest
 
 from fixtures.observe import Observer
+from fixtures.properties.falsify import register_profiles
+from fixtures.properties.search import Search
 from fixtures.verdict.options import add_options, start
-from fixtures.verdict.plugin import GatePlugin, Judge, judge_of
+from fixtures.verdict.plugin import GatePlugin, Judge, judge_of, rule_of, subject_of
 
 _PLUGIN = pytest.StashKey[GatePlugin]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the gate's options, the same as those of ci/gate."""
+    """Add the gate's options, the same as those of ci/gate, and Hypothesis profiles to choose."""
     add_options(parser)
+    register_profiles()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +40,21 @@ def observer(pytestconfig: pytest.Config) -> Observer:
 def judge(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Judge:
     """Give what compares found violations with known defects and fails the test."""
     return judge_of(request.node, pytestconfig.stash[_PLUGIN].defects)
+
+
+@pytest.fixture
+def search(
+    request: pytest.FixtureRequest, pytestconfig: pytest.Config, observer: Observer
+) -> Search:
+    """Give what searches for an example that falsifies a property."""
+    return Search(
+        observer,
+        rule_of(request.node),
+        subject_of(request.node),
+        request.node.nodeid,
+        pytestconfig.getoption("--megatron"),
+        pytestconfig.getoption("--example"),
+    )
 
 
 @pytest.fixture(scope="session")

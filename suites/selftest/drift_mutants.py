@@ -5,7 +5,7 @@ Each also says with which stack to look for the smallest size at which it is see
 
 from dataclasses import dataclass
 
-from suites.selftest.mutants import ADD, LAYER, ROUNDING_FUNCTION, Edit, Mutant
+from suites.selftest.mutants import ADD, LAYER, LINEAR, Edit, Mutant
 
 _CORE = "megatron/core"
 SOFTMAX = f"{_CORE}/fusions/fused_softmax.py"
@@ -13,7 +13,6 @@ NORM = f"{_CORE}/transformer/torch_norm.py"
 ROTARY = f"{_CORE}/models/common/embeddings/rotary_pos_embedding.py"
 LOSS = f"{_CORE}/tensor_parallel/cross_entropy.py"
 ROUTER = f"{_CORE}/transformer/moe/moe_utils.py"
-ATTENTION = f"{_CORE}/transformer/dot_product_attention.py"
 
 _NORM_CLASS = "            norm_cls = torch.nn.RMSNorm"
 _UPCAST_ADD = "    if x.dtype != residual.dtype:"
@@ -92,7 +91,7 @@ from megatron.core.jit"""),
     DriftMutant("loss reduced in bf16", "D2", None, (
         Edit(LOSS, "sum_exp_logits = exp_logits.sum(dim=-1)",
              "sum_exp_logits = exp_logits.bfloat16().sum(dim=-1).float()"),
-    )),
+    ), stack="long-rope"),
     DriftMutant("router probabilities in bf16", "D2", None, (
         Edit(ROUTER, "probs = torch.softmax(scores, dim=-1, dtype=torch.float32)",
              "probs = torch.softmax(scores, dim=-1, dtype=torch.float32).bfloat16().float()"),
@@ -111,9 +110,8 @@ from megatron.core.jit"""),
              "    if bias is not None and residual.dtype == x.dtype:\n"
              "        residual, bias = residual + bias, None\n" + _UPCAST_ADD),
     )),
-    DriftMutant("weight gradients rounded to 5 bits", "G3", None, (
-        Edit(LAYER, "logger =", ROUNDING_FUNCTION.replace("gradient.bfloat16().float()",
-             "gradient.to(torch.float8_e5m2).to(gradient.dtype)")),
-        Edit(LAYER, "residual = residual.float()", "residual = _Rounding.apply(residual.float())"),
+    DriftMutant("weight gradients half too large", "G3", None, (
+        Edit(LINEAR, "grad_weight = grad_output.t().matmul(total_input)",
+             "grad_weight = grad_output.t().matmul(total_input) * 1.5"),
     )),
 )  # fmt: skip
