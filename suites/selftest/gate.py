@@ -50,7 +50,7 @@ def run_gate(target: Path | str, out: Path, *arguments: str, **variables: str) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     results = out / "results.json"

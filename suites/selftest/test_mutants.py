@@ -8,6 +8,8 @@ from suites.selftest.drift_mutants import DRIFT_MUTANTS, DriftMutant
 from suites.selftest.gate import run_gate
 from suites.selftest.mutants import ADD, MUTANTS, Edit, Mutant
 
+pytestmark = pytest.mark.timeout(420)
+
 # Mutants of the stream are judged by all that the quick tier has but drift and golden values.
 _STREAM = ("-m", "not (drift or golden or property)")
 

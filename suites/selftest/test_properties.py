@@ -133,6 +133,22 @@ def test_the_printed_command_shows_it_again(newest_release: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        # Branch and bias overflow together before they meet the residual.
+        "x=float16 residual=float16 elements=-inf:65504.0:16.0 bias=float16",
+        "x=bfloat16 residual=bfloat16 elements=nan:inf:-inf,-0.0:-0.0:0.0 bias=bfloat16 rows=0",
+    ],
+)
+def test_extremes_that_no_add_can_help_are_no_fault(
+    text: str, newest_release: Path, tmp_path: Path
+) -> None:
+    only = ("-k", "test_add_is_the_exact_sum_rounded_once")
+    run = run_gate(newest_release, tmp_path, *only, f"--example={text}")
+    assert run.status == 0, run.output
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("layers=1 heads=x", "'heads=x': invalid literal for int() with base 10: 'x'"),
