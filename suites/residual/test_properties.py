@@ -67,6 +67,8 @@ def test_permuted_microbatches_permute_outputs(search: Search, judge: Judge) -> 
     judge(search("permuted microbatches"))
 
 
+# A world of two ranks an example.
+@pytest.mark.full
 @pytest.mark.rule("P5")
 def test_pipeline_may_be_cut_at_any_layer(search: Search, judge: Judge) -> None:
     judge(search("pipeline splits"))

@@ -103,7 +103,13 @@ MUTANTS = {
 @pytest.mark.parametrize("test", MUTANTS)
 def test_a_defect_falsifies(test: str, newest_release: Path, tmp_path: Path) -> None:
     mutant = MUTANTS[test]
-    run = run_gate(mutant.make(newest_release, tmp_path / "target"), tmp_path / "out", "-k", test)
+    run = run_gate(
+        mutant.make(newest_release, tmp_path / "target"),
+        tmp_path / "out",
+        "-k",
+        test,
+        "--tier=full",
+    )
     assert run.status == 1, run.output
     assert (mutant.rule, mutant.file) in run.rules_and_files(), run.output
     assert re.search(rf"again +\./ci/gate --megatron .*::{test} .*--example=", run.output)
@@ -122,13 +128,13 @@ def test_every_property_has_a_test_and_a_defect() -> None:
 def test_the_printed_command_shows_it_again(newest_release: Path, tmp_path: Path) -> None:
     test = "test_zero_branches_leave_the_stream"
     target = MUTANTS[test].make(newest_release, tmp_path / "target")
-    first = run_gate(target, tmp_path / "out", "-k", test)
+    first = run_gate(target, tmp_path / "out", "-k", test, "--tier=full")
     (violation,) = first.results["checks"][0]["violations"]
     _, _, given_target, _, node, example = shlex.split(violation["again"])
     assert (given_target, node) == (str(target), f"suites/residual/test_properties.py::{test}")
-    again = run_gate(target, tmp_path / "again", "-k", test, example)
+    again = run_gate(target, tmp_path / "again", "-k", test, "--tier=full", example)
     assert again.results["checks"][0]["violations"] == [violation]
-    sound = run_gate(newest_release, tmp_path / "sound", "-k", test, example)
+    sound = run_gate(newest_release, tmp_path / "sound", "-k", test, "--tier=full", example)
     assert sound.status == 0, sound.output
 
 
