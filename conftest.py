@@ -6,7 +6,8 @@ from fixtures.observe import Observer
 from fixtures.properties.falsify import register_profiles
 from fixtures.properties.search import Search
 from fixtures.verdict.options import add_options, start
-from fixtures.verdict.plugin import GatePlugin, Judge, judge_of, rule_of, subject_of
+from fixtures.verdict.plugin import GatePlugin, Judge, judge_of, rule_of
+from fixtures.verdict.sharing import subject_of
 
 _PLUGIN = pytest.StashKey[GatePlugin]()
 
@@ -50,7 +51,7 @@ def search(
     return Search(
         observer,
         rule_of(request.node),
-        subject_of(request.node),
+        subject_of(request.node.nodeid),
         request.node.nodeid,
         pytestconfig.getoption("--megatron"),
         pytestconfig.getoption("--example"),

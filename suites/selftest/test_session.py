@@ -1,5 +1,6 @@
 """A whole gate session on a real release: own defects, bad input, targets that die."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_a_defect_that_fits_no_check_is_refused(
         f"verdict: CANNOT JUDGE: {own}: defect 'ours' fits no check: "
         "no subject of the rules S2 is like dance*"
     )
+
+
+def test_checks_of_one_subject_share_a_worker(newest_release: Path, tmp_path: Path) -> None:
+    rules = ("-m", "S1 or S2 or S3", "-k", "dense and train")
+    run = run_gate(newest_release, tmp_path / "out", "-n", "2", "-vv", *rules)
+    workers_of: dict[str, set[str]] = {}
+    for worker, subject in re.findall(r"\[(gw\d)\].*PASSED.*\[(\S+)\]", run.output):
+        workers_of.setdefault(subject, set()).add(worker)
+    assert all(len(workers) == 1 for workers in workers_of.values()), workers_of
+    assert set.union(*workers_of.values()) == {"gw0", "gw1"}
+    assert run.results["counts"]["pass"] >= 2 * len(workers_of)
 
 
 @pytest.mark.parametrize(
