@@ -117,6 +117,13 @@ def test_a_stack_is_held_to_its_dtype(change: dict, word: str | None) -> None:
     assert all(v.seen.startswith(word) for v in found)
 
 
+def test_where_nothing_may_be_off_anything_is() -> None:
+    exact = replace(PLACE, on=0.0)
+    assert golden_stack(case("dense"), [(exact, exact)]) == []
+    (violation,) = golden_stack(case("dense"), [(replace(exact, norm=10.1), exact)])
+    assert violation.seen.endswith("inf times as far as allowed")
+
+
 def test_the_reference_is_held_to_fp64() -> None:
     assert reference_frozen(case("dense"), [(replace(PLACE, norm=10.0 + 1e-14), PLACE)]) == []
     (violation,) = reference_frozen(case("dense"), [(replace(PLACE, norm=10.0 + 1e-12), PLACE)])

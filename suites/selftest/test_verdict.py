@@ -91,6 +91,14 @@ def test_what_has_no_line_goes_with_the_line_in_its_case() -> None:
     assert fault.layers == (0, 3)
 
 
+def test_a_number_that_is_off_goes_with_the_only_line() -> None:
+    drift = replace(VIOLATION, rule="D2", source=None, subject="long-rope.fp32.train")
+    (fault,) = group_faults([drift, VIOLATION])
+    assert fault.rules == ("D2", "S2")
+    other = replace(VIOLATION, source=replace(LINE, line=35), subject="moe.fp32.train")
+    assert len(group_faults([drift, VIOLATION, other])) == 3
+
+
 def test_a_check_travels_between_processes() -> None:
     sent = check("violation", violations=[VIOLATION], known=[("narrow", VIOLATION)])
     assert Check.from_data(json.loads(json.dumps(sent.to_data()))) == sent
