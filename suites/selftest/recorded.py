@@ -75,7 +75,7 @@ def _record(case: Case, embedding_scale: float) -> Recorded:
         for boundary in models.boundaries_of(case, chunks):
             if boundary.place in ("layer in", "final norm in"):
                 hooks.callback(_watch(run, blocks[boundary.chunk], boundary).remove)
-        for branch in models.branches_of(chunks):
+        for branch in models.branches_of(case, chunks):
             if branch.kind == "router":
                 hooks.callback(_watch_router(run, branch.layer, branch.module).remove)
         step(case, config, chunks, keep_losses)

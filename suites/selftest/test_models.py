@@ -88,7 +88,7 @@ def _build(each: Case) -> Built:
             )
             for boundary in models.boundaries_of(each, chunks)
         }
-        branches = [(branch.kind, branch.layer) for branch in models.branches_of(chunks)]
+        branches = [(branch.kind, branch.layer) for branch in models.branches_of(each, chunks)]
         return Built(parameters, split_at, boundaries, branches, step.step(each, config, chunks))
 
 
