@@ -57,6 +57,7 @@ class Mutant:
     Attributes:
         name: what is wrong.
         edits: how it is put in.
+        looked_for: pytest's -m for where it is looked for; "" leaves that to the rule.
         rule: one of the rules that must be named.
         file: the file that must be named with it; None where no line can be named.
     """
@@ -65,6 +66,7 @@ class Mutant:
     rule: str
     file: str | None
     edits: tuple[Edit, ...]
+    looked_for: str = ""
 
     def make(self, release: Path, into: Path) -> Path:
         """Make a mutated copy of a release in a new folder; unchanged files are shared."""

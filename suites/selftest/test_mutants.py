@@ -7,6 +7,7 @@ import pytest
 from suites.selftest.drift_mutants import DRIFT_MUTANTS
 from suites.selftest.gate import run_gate
 from suites.selftest.mutants import ADD, MUTANTS, Edit, Mutant
+from suites.selftest.neighbour_mutants import FIXES, NEIGHBOUR_MUTANTS
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -14,18 +15,29 @@ pytestmark = pytest.mark.timeout(420)
 def _of_its_kind(mutant: Mutant) -> tuple[str, ...]:
     """Give pytest's arguments for what a mutant's rule is looked for in; the rest costs time."""
     family = {"S": "residual", "P": "pipeline"}.get(mutant.rule[0], mutant.rule)
-    chosen = mutant.rule if mutant.rule in ("P1", "P2", "S6", "S7") else family
+    alone = mutant.rule in ("P1", "P2", "P6", "S6", "S7")
+    chosen = mutant.looked_for or (mutant.rule if alone else family)
     stack = ("-k", mutant.stack) if mutant.rule in ("D2", "D3") else ()
     return ("-m", f"{chosen} and not property", *stack)
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *DRIFT_MUTANTS], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", [*MUTANTS, *DRIFT_MUTANTS, *NEIGHBOUR_MUTANTS], ids=lambda mutant: mutant.name
+)
 def test_mutant_is_rejected(mutant: Mutant, newest_release: Path, tmp_path: Path) -> None:
     target = mutant.make(newest_release, tmp_path / "target")
     run = run_gate(target, tmp_path / "out", *_of_its_kind(mutant))
     assert run.status == 1, run.output
     named = run.rules_and_files()
     assert (mutant.rule, mutant.file) in named, f"named: {named}\n{run.output}"
+
+
+def test_a_fix_of_a_known_defect_is_told(newest_release: Path, tmp_path: Path) -> None:
+    target = FIXES.make(newest_release, tmp_path / "target")
+    run = run_gate(target, tmp_path / "out", "-m", "N1 or N5 or N6")
+    assert run.status == 0, run.output
+    wanted = {"bf16-static-inputs", "fused-norm-input", "narrow-token-counts"}
+    assert wanted <= set(run.results["fixed_here"])
 
 
 def test_an_edit_that_no_longer_applies_fails(newest_release: Path, tmp_path: Path) -> None:
