@@ -74,7 +74,7 @@ def test_what_is_recorded_is_there_and_whole() -> None:
         (lambda text: "", "is corrupt"),
         (lambda text: "[]", "has format None"),
         (lambda text: text.replace('"format": 1', '"format": 0'), "has format 0, not 1"),
-        (lambda text: text.replace('"layers": 2', '"layers": 3', 1), "for another stack"),
+        (lambda text: text.replace('"dense"', '"dense", "layers": 3', 1), "for another stack"),
         (lambda text: text.replace('"norm":', '"size_of_norm":', 2), "another stack|incomplete"),
         (lambda text: text.replace('"places"', '"rooms"'), "is incomplete"),
     ],

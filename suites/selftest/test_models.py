@@ -20,6 +20,7 @@ from fixtures.cases import (
     Case,
     case,
     cases_for,
+    fused_norm_cases,
     makes_sense,
     without_pipeline,
 )
@@ -351,20 +352,27 @@ def test_tiers_cover_what_they_should() -> None:
     assert set(quick) < set(full)
     assert len({each.name for each in full}) == len(full)
     for tier in (quick, full):
-        assert {each.layout.name for each in tier} == LAYOUTS.keys()
+        # Two are for neighbours and inference alone.
+        apart = {"3-microbatches", "pp2-inference"}
+        assert {each.layout.name for each in tier} == LAYOUTS.keys() - apart
         assert {each.stack.family for each in tier} == {each.family for each in STACKS.values()}
         assert {each.fp32_residual for each in tier} == {True, False}
-    assert {each.mode.name for each in full} == MODES.keys()
-    # Long stacks are for drift alone, and so is the deepest one.
+    assert {each.mode.name for each in full} == MODES.keys() - {"inference"}
+    # Long stacks are for drift alone, and so is the deepest one; some are for neighbours.
+    neighbours = {"router-fp32", "router-fp64", "router-bias", "te-wide-logits"}
     ordinary = {
         name
         for name, stack in STACKS.items()
         if not (stack.stock_norm or name.startswith("long-") or name == "depth-128")
+        if name not in neighbours
     }
     for flag in (True, False):
         assert {each.stack.name for each in full if each.fp32_residual is flag} == ordinary
-    assert 20 <= len(quick) <= 32
-    assert 110 <= len(full) <= 145
+    assert 30 <= len(quick) <= 42
+    assert 160 <= len(full) <= 210
+    fused = {each.stack.name for each in fused_norm_cases("full")}
+    assert fused == {name for name, stack in STACKS.items() if stack.fuses_norms}
+    assert set(fused_norm_cases("quick")) < set(fused_norm_cases("full"))
 
 
 @pytest.mark.parametrize(
