@@ -5,9 +5,9 @@ import pytest
 from fixtures.cases import case
 from fixtures.contract.golden import flag_off_unchanged, golden_stack, reference_frozen
 from fixtures.observe import Observer
-from fixtures.oracle.golden import bits_file, in_order, reference_file
+from fixtures.oracle.bits import first_departure
+from fixtures.oracle.golden import in_order, reference_file
 from fixtures.recording import golden_run, recorded_bits, recorded_reference
-from fixtures.stacks import STACKS
 from fixtures.verdict.plugin import Judge
 
 _QUICK = ("dense", "dense-rms-swiglu-gqa-rope", "moe-alltoall-shared", "hybrid")
@@ -51,7 +51,9 @@ def test_stack_meets_its_record(stack: str, observer: Observer, judge: Judge, re
 @pytest.mark.rule("S7")
 @over_stacks
 def test_flag_off_is_unchanged(stack: str, observer: Observer, judge: Judge, record: bool) -> None:
-    golden, each = recorded_bits(observer, stack, record), case(stack, fp32_residual=False)
-    run = golden_run(observer, each, golden.seed)
-    path = bits_file(STACKS[stack], run.backend)
-    judge(flag_off_unchanged(each, in_order(run.seen, golden, path)))
+    bits, each = recorded_bits(observer, stack, record), case(stack, fp32_residual=False)
+    run = golden_run(observer, each, bits.golden.seed)
+    pairs = in_order(run.seen, bits.golden, bits.path)
+    if flag_off_unchanged(each, pairs):
+        run = golden_run(observer, each, bits.golden.seed, explain=True)
+    judge(flag_off_unchanged(each, pairs, first_departure(run.operations, bits.golden)))
