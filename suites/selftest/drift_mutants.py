@@ -105,7 +105,7 @@ from megatron.core.jit"""),
         Edit(ROTARY, "        self.inv_freq = ",
              "        rotary_base = 1000\n        self.inv_freq = "),
     ), stack="long-rope"),
-    DriftMutant("residual add in another order with the flag off", "S7", None, (
+    DriftMutant("residual add in another order with the flag off", "S7", ADD, (
         Edit(ADD, _UPCAST_ADD,
              "    if bias is not None and residual.dtype == x.dtype:\n"
              "        residual, bias = residual + bias, None\n" + _UPCAST_ADD),

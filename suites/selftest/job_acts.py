@@ -54,6 +54,11 @@ def _told(result: RankResult[object]) -> str:
     return f"{result.rank} {result.outcome} {left}"
 
 
+def _tell(words: str) -> None:
+    """Write a line in one piece: other processes write to the same pipe."""
+    os.write(sys.stdout.fileno(), f"told: {words}\n".encode())
+
+
 def main(act: str) -> None:
     """Run small worlds, then the act on one of all ranks, and tell how each rank ended."""
     ranks.PRELOAD = "torch.distributed"
@@ -69,9 +74,9 @@ def main(act: str) -> None:
     try:
         results = ranks.run_ranks(task, job.size, deadline=6.0)
     except JobError as error:
-        print(f"told: JobError: {error}", flush=True)
+        _tell(f"JobError: {error}")
     else:
-        print(f"told: {', '.join(map(_told, results))}", flush=True)
+        _tell(", ".join(map(_told, results)))
 
 
 if __name__ == "__main__":

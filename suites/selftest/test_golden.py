@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fixtures.contract.golden import (
     reference_frozen,
     reference_training,
 )
+from fixtures.oracle import bits
 from fixtures.oracle.adamw import AdamW
 from fixtures.oracle.golden import (
     RECORDED,
@@ -33,6 +35,9 @@ from fixtures.oracle.golden import (
 )
 from fixtures.recording import TRAINED, deviation
 from fixtures.stacks import STACKS
+from fixtures.trace.operations import OperationTrace
+from fixtures.trace.records import Operation, Source
+from fixtures.trace.source import Locator
 from fixtures.verdict.results import SCHEMA
 from suites.selftest.gate import run_gate
 
@@ -73,7 +78,7 @@ def test_what_is_recorded_is_there_and_whole() -> None:
         (lambda text: text[: len(text) // 2], "is corrupt"),
         (lambda text: "", "is corrupt"),
         (lambda text: "[]", "has format None"),
-        (lambda text: text.replace('"format": 1', '"format": 0'), "has format 0, not 1"),
+        (lambda text: text.replace('"format": 2', '"format": 0'), "has format 0, not 2"),
         (lambda text: text.replace('"dense"', '"dense", "layers": 3', 1), "for another stack"),
         (lambda text: text.replace('"norm":', '"size_of_norm":', 2), "another stack|incomplete"),
         (lambda text: text.replace('"places"', '"rooms"'), "is incomplete"),
@@ -85,6 +90,15 @@ def test_a_bad_file_says_what_is_wrong_and_what_to_do(spoil, words: str, tmp_pat
     with pytest.raises(GoldenError, match=words) as raised:
         read(path, DENSE)
     assert "--record" in str(raised.value)
+
+
+def test_every_recording_of_bits_is_whole() -> None:
+    files = sorted((RECORDED / "flag-off").glob("*/*.json"))
+    assert files
+    for file in files:
+        golden = read(file, STACKS[file.name.split(".")[0]])
+        assert all(place.digest for place in golden.places)
+        assert golden.operations["aten.mm.default"]
 
 
 def test_a_missing_file_is_not_recorded(tmp_path: Path) -> None:
@@ -138,6 +152,123 @@ def test_other_bits_are_told_in_ulps() -> None:
     (violation,) = flag_off_unchanged(off, [(moved, recorded), (moved, recorded)])
     assert "up to 1 ulps of bfloat16" in violation.seen
     assert "1 places after" in violation.seen
+    assert violation.source is None
+    (violation,) = flag_off_unchanged(off, [(moved, recorded)], ADDED)
+    assert violation.seen.endswith("; aten.add.Tensor is the first operation not on record")
+    assert violation.source == ADDED.source
+
+
+MULTIPLIED = Operation("aten.mm.default", "m", "1", None)
+ADDED = Operation("aten.add.Tensor", "a", "2", Source("fused.py", 7, "x + y", exact=True))
+RUN = (MULTIPLIED, ADDED)
+
+
+@pytest.fixture
+def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Give what records operations as one of the recordings of dense for the backend "cpu"."""
+    monkeypatch.setattr(bits, "RECORDED", tmp_path)
+
+    def record(number: int, *operations: Operation) -> Path:
+        path = tmp_path / "flag-off" / "cpu" / f"dense.{number}.json"
+        write(path, Golden(stack_data(DENSE), 0, (PLACE,), operations=bits.by_operator(operations)))
+        return path
+
+    return record
+
+
+def test_a_machine_finds_the_recording_of_its_arithmetic(recordings: Callable[..., Path]) -> None:
+    for number in (1, 2, 10):
+        recordings(number, replace(MULTIPLIED, result=f"other {number}"), ADDED)
+    ours = recordings(3, *RUN)
+    assert bits.find_bits(DENSE, "cpu", RUN).path == ours
+    assert bits.file_to_record(DENSE, "cpu", RUN) == ours
+
+
+def test_other_arithmetic_is_recorded_beside(recordings: Callable[..., Path]) -> None:
+    theirs = recordings(1, replace(MULTIPLIED, result="other"), ADDED)
+    with pytest.raises(NotRecorded, match=r"whose aten\.mm\.default give other results than"):
+        bits.find_bits(DENSE, "cpu", RUN)
+    assert bits.file_to_record(DENSE, "cpu", RUN) == theirs.with_name("dense.2.json")
+
+
+def test_an_unknown_backend_is_recorded_first(recordings: Callable[..., Path]) -> None:
+    recordings(1, *RUN)
+    with pytest.raises(NotRecorded, match="no bits of dense are recorded for cuda"):
+        bits.find_bits(DENSE, "cuda", RUN)
+    assert bits.file_to_record(DENSE, "cuda", RUN).parts[-2:] == ("cuda", "dense.1.json")
+
+
+def test_bits_without_operations_are_refused(recordings: Callable[..., Path]) -> None:
+    path = recordings(1)
+    with pytest.raises(GoldenError, match="holds no operations: record it again"):
+        bits.find_bits(DENSE, "cpu", RUN)
+    assert bits.file_to_record(DENSE, "cpu", RUN) == path
+
+
+def test_a_departure_is_the_first_operation_that_gives_something_new() -> None:
+    golden = Golden(stack_data(DENSE), 0, (), operations=bits.by_operator(RUN))
+    renamed = replace(MULTIPLIED, name="same product in another layout")
+    new = replace(ADDED, name="b", result="3")
+    assert bits.first_departure(RUN, golden) is None
+    assert bits.first_departure((renamed, ADDED), golden) is None
+    assert bits.first_departure((renamed, new, ADDED), golden) == new
+    assert bits.contradiction((renamed, new), golden) is None
+    assert bits.contradiction((replace(ADDED, result="3"),), golden) == "aten.add.Tensor"
+
+
+def traced(compute: Callable[[], object]) -> list[Operation]:
+    """Give the operations that a computation issues."""
+    trace = OperationTrace(Locator(Path(__file__).parent))
+    with trace:
+        compute()
+    return trace.operations
+
+
+def test_an_operation_is_named_by_all_that_decides_its_result() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    y, same = x.clone().add_(1), x.clone()
+    transposed = y.t().contiguous()
+
+    def name(compute: Callable[[], object]) -> str:
+        (operation,) = traced(compute)
+        return operation.name
+
+    usual = name(lambda: torch.mm(x, y.t()))
+    assert name(lambda: torch.mm(same, y.t())) == usual
+    assert name(lambda: torch.mm(x, transposed)) != usual
+    assert name(lambda: torch.mm(y, y.t())) != usual
+    assert name(lambda: x + y) != name(lambda: torch.add(x, y, alpha=2))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert name(lambda: torch.mm(x, y.t())) != usual
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_random_operation_is_named_by_the_generator_too() -> None:
+    torch.manual_seed(1)
+    first, second = (traced(lambda: torch.rand(3))[-1] for _ in range(2))
+    torch.manual_seed(1)
+    again = traced(lambda: torch.rand(3))[-1]
+    assert first == again
+    assert first.name != second.name
+    assert first.result != second.result
+
+
+def test_what_is_written_in_place_is_part_of_a_result() -> None:
+    x, out = torch.ones(3), torch.zeros(3)
+    (first,), (second,) = (traced(lambda: x.add_(1)) for _ in range(2))
+    assert first.result != second.result
+    (given,) = traced(lambda: torch.add(x, 1, out=out))
+    (other,) = traced(lambda: torch.add(x, 2, out=out))
+    assert given.result != other.result
+    # What the memory held before decides nothing where it is only written to.
+    assert traced(lambda: torch.add(x, 2, out=out)) == [other]
+
+
+def test_unfilled_memory_is_the_same_in_every_run() -> None:
+    torch.full((1000,), 7.0)
+    assert traced(lambda: torch.empty(1000).sum()) == traced(lambda: torch.zeros(1000).sum())[-1:]
 
 
 def test_training_is_held_to_its_promise() -> None:
@@ -184,5 +315,5 @@ def test_a_backend_without_record_is_counted(newest_release: Path, tmp_path: Pat
     assert run.status == 0, run.output
     jsonschema.validate(run.results, json.loads(SCHEMA.read_text()))
     assert run.results["counts"]["not-recorded"] > 0
-    assert "not recorded: nothing is recorded for dense" in run.output
+    assert "not recorded: no bits of dense are recorded for arithmetic like this" in run.output
     assert "not recorded" in run.last_line

@@ -27,6 +27,8 @@ def _of_its_kind(mutant: Mutant) -> tuple[str, ...]:
 def test_mutant_is_rejected(mutant: Mutant, newest_release: Path, tmp_path: Path) -> None:
     target = mutant.make(newest_release, tmp_path / "target")
     run = run_gate(target, tmp_path / "out", *_of_its_kind(mutant))
+    if mutant.rule == "S7" and run.results["counts"]["not-recorded"]:
+        pytest.skip("no bits are recorded for this machine's arithmetic: pytest suites --record")
     assert run.status == 1, run.output
     named = run.rules_and_files()
     assert (mutant.rule, mutant.file) in named, f"named: {named}\n{run.output}"
