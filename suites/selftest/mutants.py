@@ -138,22 +138,22 @@ MUTANTS = (
     Mutant("silent bf16 round trip", "S2", LAYER, (Edit(LAYER, _UPCAST, _ROUNDED, 1),)),
     Mutant("rounding only in eval", "S2", LAYER, (
         Edit(LAYER, _UPCAST, _when("not self.training"), 1),
-    )),
+    ), looked_for="S8"),
     Mutant("rounding only in recompute", "S2", LAYER, (
         Edit(LAYER, _UPCAST, _when("torch._C._current_graph_task_id() != -1"), 1),
-    )),
+    ), looked_for="S8"),
     Mutant("rounding only on the last stage", "S2", LAYER, (
         Edit(LAYER, _UPCAST,
              _when(f"self.config.pipeline_model_parallel_size > 1 and {_LAST_RANK}"), 1),
-    )),
+    ), looked_for="S8"),
     Mutant("rounding only in the second chunk", "S2", LAYER, (
         Edit(LAYER, _UPCAST,
              _when("self.config.virtual_pipeline_model_parallel_size"
                    " and self.layer_number > self.config.num_layers // 2"), 1),
-    )),
+    ), looked_for="S8"),
     Mutant("rounding only under sequence parallelism", "S2", LAYER, (
         Edit(LAYER, _UPCAST, _when("self.config.sequence_parallel"), 1),
-    )),
+    ), looked_for="S8"),
     Mutant("rounding only without bias", "S2", ADD, (
         Edit(ADD, "    if x.dtype != residual.dtype:",
              "    if bias is None:\n        residual = residual.bfloat16().float()\n"
@@ -163,7 +163,7 @@ MUTANTS = (
         Edit(ADD, "    if x.dtype != residual.dtype:",
              "    if prob > 0:\n        residual = residual.bfloat16().float()\n"
              "    if x.dtype != residual.dtype:"),
-    )),
+    ), looked_for="S8"),
     Mutant("residual taken after the norm", "S2", ADD, (
         Edit(LAYER, "            residual = hidden_states",
              "            residual = input_layernorm_output", 1),

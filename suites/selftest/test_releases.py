@@ -15,7 +15,14 @@ from suites.selftest.mutants import ADD
 pytestmark = pytest.mark.timeout(420)
 
 CLEAN = ("0.17.1", "0.18.2", "0.19.2")
-BROKEN = ("0.12.3", "0.14.0", "0.15.3", "0.16.1")
+# The newest broken release through all that needs no recording, older ones where it shows best.
+_WHOLE, _SHOWN = "not (property or golden)", "-k=dense.fp32.train or long-rope"
+BROKEN = {
+    "0.12.3": ("-m", _WHOLE, _SHOWN),
+    "0.14.0": ("-m", _WHOLE, _SHOWN),
+    "0.15.3": ("-m", _WHOLE, _SHOWN),
+    "0.16.1": ("-m", _WHOLE),
+}
 EXPECTED_DEFECTS = {
     "fp32-decoder-input", "fp32-bias", "bf16-static-inputs", "stock-layernorm", "stock-rmsnorm",
     "fused-norm-input", "narrow-token-counts",
@@ -38,11 +45,9 @@ def test_clean_release_is_accepted(version: str, tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("version", BROKEN)
-def test_broken_release_is_rejected(version: str, tmp_path: Path) -> None:
-    run = run_gate(
-        resolve(version, default_cache()).root, tmp_path, "-m", "not (property or golden)"
-    )
+@pytest.mark.parametrize(("version", "chosen"), BROKEN.items(), ids=list(BROKEN))
+def test_broken_release_is_rejected(version: str, chosen: tuple[str, ...], tmp_path: Path) -> None:
+    run = run_gate(resolve(version, default_cache()).root, tmp_path, *chosen)
     assert (run.status, run.last_line.split(":")[1]) == (1, " REJECT"), run.output
     found = [violation for check in run.results["checks"] for violation in check["violations"]]
     (narrowing,) = (v for v in found if (v["rule"], v["subject"]) == ("S2", "dense.fp32.train"))
