@@ -5,6 +5,7 @@ import pytest
 from fixtures.observe import Observer
 from fixtures.properties.falsify import register_profiles
 from fixtures.properties.search import Search
+from fixtures.verdict.base import Base
 from fixtures.verdict.options import add_options, start
 from fixtures.verdict.plugin import GatePlugin, Judge, judge_of, rule_of
 from fixtures.verdict.sharing import subject_of
@@ -40,7 +41,15 @@ def observer(pytestconfig: pytest.Config) -> Observer:
 @pytest.fixture
 def judge(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Judge:
     """Give what compares found violations with known defects and fails the test."""
-    return judge_of(request.node, pytestconfig.stash[_PLUGIN].defects)
+    return judge_of(request.node, pytestconfig.stash[_PLUGIN])
+
+
+@pytest.fixture
+def base(pytestconfig: pytest.Config) -> Base:
+    """Give the session that this one is compared with."""
+    base = pytestconfig.stash[_PLUGIN].base
+    assert base is not None, "a test that needs a base is marked against_base"
+    return base
 
 
 @pytest.fixture

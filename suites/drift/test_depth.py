@@ -17,5 +17,5 @@ _CASES = [case("depth-128"), case("depth-128", fp32_residual=False)]
 def test_growth_with_depth(each: Case, observer: Observer, judge: Judge) -> None:
     drift = drift_of(observer, each, DEPTH_SEEDS)
     for phase in ("forward", "backward"):
-        judge.note(measures([drift], phase))
+        judge.note("drift", measures([drift], phase))
     judge(depth_scaling(drift))

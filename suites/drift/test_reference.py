@@ -3,9 +3,11 @@
 import pytest
 
 from fixtures.cases import DRIFT_STACKS, case
+from fixtures.contract.against_base import drift_changes, no_worse_than_base
 from fixtures.contract.drift import CaseDrift, forward_drift, gradient_drift, measures
 from fixtures.observe import Observer, drift_of
 from fixtures.oracle.decide import SEEDS
+from fixtures.verdict.base import Base
 from fixtures.verdict.plugin import Judge
 
 over_stacks = pytest.mark.parametrize(
@@ -27,7 +29,7 @@ def _drifts(observer: Observer, stack: str) -> list[CaseDrift]:
 @over_stacks
 def test_forward_drift(stack: str, observer: Observer, judge: Judge) -> None:
     drifts = _drifts(observer, stack)
-    judge.note(measures(drifts, "forward"))
+    judge.note("drift", measures(drifts, "forward", "D2"))
     judge(forward_drift(drifts))
 
 
@@ -35,5 +37,14 @@ def test_forward_drift(stack: str, observer: Observer, judge: Judge) -> None:
 @over_stacks
 def test_gradient_drift(stack: str, observer: Observer, judge: Judge) -> None:
     drifts = _drifts(observer, stack)
-    judge.note(measures(drifts, "backward"))
+    judge.note("drift", measures(drifts, "backward", "D3"))
     judge(gradient_drift(drifts))
+
+
+@pytest.mark.against_base
+@pytest.mark.rule("D5")
+@over_stacks
+def test_no_more_drift_than_base(stack: str, observer: Observer, judge: Judge, base: Base) -> None:
+    changes = drift_changes(_drifts(observer, stack), base.drift())
+    judge.note("drift-change", [change.to_data() for change in changes])
+    judge(no_worse_than_base(changes))

@@ -4,6 +4,7 @@ import pytest
 
 from fixtures.cases import Case, without_pipeline
 from fixtures.contract.pipeline import schedule_equivalence, wire_dtype, wire_values
+from fixtures.contract.seen import boundaries_seen, messages_seen
 from fixtures.observe import Observer, observe_case, pipeline_trace, stage_traces
 from fixtures.verdict.parametrize import over_cases
 from fixtures.verdict.plugin import Judge
@@ -14,7 +15,10 @@ over_pipelines = over_cases(lambda case: case.layout.stages > 1)
 @pytest.mark.rule("P3")
 @over_pipelines
 def test_wire_has_the_streams_dtype(case: Case, observer: Observer, judge: Judge) -> None:
-    judge(wire_dtype(case, pipeline_trace(case, observe_case(observer, case))))
+    run = pipeline_trace(case, observe_case(observer, case))
+    judge.note("boundaries", boundaries_seen(case, run.stages))
+    judge.note("messages", messages_seen(case, run))
+    judge(wire_dtype(case, run))
 
 
 @pytest.mark.rule("P4")

@@ -3,8 +3,9 @@
 import pytest
 
 from fixtures.cases import ONE_STAGE, TRAIN, Case
+from fixtures.contract.seen import boundaries_seen
 from fixtures.contract.stream import STREAM_RULES
-from fixtures.observe import Observer, judge_stream
+from fixtures.observe import Observer, judge_stream, observe_case, stage_traces
 from fixtures.verdict.parametrize import over_cases
 from fixtures.verdict.plugin import Judge
 
@@ -20,6 +21,8 @@ over_fp32_stacks = over_cases(lambda case: _is_plain(case) and case.fp32_residua
 @pytest.mark.rule("S1")
 @over_stacks
 def test_stream_has_its_dtype(case: Case, observer: Observer, judge: Judge) -> None:
+    traces = stage_traces(case, observe_case(observer, case))
+    judge.note("boundaries", boundaries_seen(case, traces))
     judge(judge_stream(observer, case, STREAM_RULES["S1"]))
 
 

@@ -2,8 +2,10 @@
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,13 +19,27 @@ from fixtures.verdict.faults import group_faults
 from fixtures.verdict.records import EXIT_STATUS, Check, Outcome, decide
 from fixtures.verdict.render import render
 from fixtures.verdict.results import SCHEMA, results_data, write_results
+from fixtures.verdict.session import Session
 
 LINE = Source("megatron/core/fusions/add.py", 34, "residual = residual.to(x.dtype)")
 VIOLATION = Violation(
     "S2", "dense.fp32.train", "layer out", "never narrowed", "float32 -> bfloat16",
     layer=0, phase="forward", source=LINE,
 )  # fmt: skip
+DEFECT = Defect("narrow", "the wire is narrow", ("S2",), ("*",), "", "b", "https://e.org/1")
 TARGET = Target("0.16.1", Path("/releases/0.16.1"), "release", "0.16.1", None, False)
+
+
+def session(checks: Sequence[Check], **fields: Any) -> Session:
+    settings = {"base": None, "device": "cpu", "tier": "quick", "cannot_judge": None}
+    settings |= {"defects": [DEFECT], "seconds": 1.5}
+    return Session(target=TARGET, checks=checks, **settings | fields)
+
+
+def telling(session: Session) -> str:
+    paper = io.StringIO()
+    render(TerminalWriter(paper), session)
+    return paper.getvalue()
 
 
 def check(outcome: Outcome, **fields: object) -> Check:
@@ -106,10 +122,7 @@ def test_a_check_travels_between_processes() -> None:
 
 def test_results_fit_their_schema(tmp_path: Path) -> None:
     checks = [PASSED, REJECTED, check("known-defect", known=[("narrow", VIOLATION)])]
-    faults = group_faults([VIOLATION])
-    data = results_data(
-        TARGET, "cpu", "quick", decide(checks, 1), checks, faults, ["other"], seconds=1.5
-    )
+    data = results_data(session(checks))
     read = json.loads(write_results(tmp_path / "new" / "folder", data).read_text())
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -121,8 +134,7 @@ def test_results_fit_their_schema(tmp_path: Path) -> None:
 
 
 def test_people_are_told_everything() -> None:
-    defect = Defect("narrow", "the wire is narrow", ("S2",), ("*",), "", "b", "https://e.org/1")
-    fixed = replace(defect, id="gone", title="the embedding is narrow")
+    fixed = replace(DEFECT, id="gone", title="the embedding is narrow")
     checks = [
         REJECTED,
         check("violation", violations=[replace(VIOLATION, layer=3, subject="mamba.fp32.train")]),
@@ -131,11 +143,7 @@ def test_people_are_told_everything() -> None:
         check("not-checked", reason="no layer seen"),
         check("error", reason="Traceback: boom"),
     ]
-    paper = io.StringIO()
-    verdict = decide(checks, 1)
-    known = {"narrow": defect, "gone": fixed}
-    render(TerminalWriter(paper), TARGET, checks, known, ["gone"], verdict)
-    told = paper.getvalue()
+    told = telling(session(checks, defects=[DEFECT, fixed]))
     for words in (
         "violation of S2 identity-path",
         f"{LINE.path}:34",
@@ -151,4 +159,4 @@ def test_people_are_told_everything() -> None:
         "megatron-core 0.16.1",
     ):
         assert words in told
-    assert told.rstrip().splitlines()[-1] == verdict.line
+    assert told.rstrip().splitlines()[-1] == decide(checks, 1).line
