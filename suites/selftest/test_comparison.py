@@ -28,6 +28,7 @@ from fixtures.verdict.records import Check
 from fixtures.verdict.render import render
 from fixtures.verdict.results import SCHEMA, results_data, write_results
 from fixtures.verdict.session import Session
+from fixtures.verdict.words import drift_against_base
 
 LINE = Source("megatron/core/add.py", 34, "residual = residual.to(x.dtype)")
 ONE = Violation(
@@ -163,8 +164,8 @@ def drifted(*sizes: float) -> CaseDrift:
 NOISE = [1 + 0.001 * math.sin(number) for number in range(16)]
 
 
-def changes(head: Sequence[float], base: Sequence[float]) -> list[DriftChange]:
-    return drift_changes([drifted(*head)], measures([drifted(*base)], "forward"))
+def at_the_layer(head: Sequence[float], base: Sequence[float]) -> list[DriftChange]:
+    return drift_changes([drifted(*head)], measures([drifted(*base)], "forward"))[:1]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def changes(head: Sequence[float], base: Sequence[float]) -> list[DriftChange]:
 )
 def test_more_drift_than_the_base_is_a_violation(growth: float, worse: bool) -> None:
     head = [growth * noise for noise in NOISE]
-    found = no_worse_than_base(changes(head, [1.0] * 16))
+    found = no_worse_than_base(at_the_layer(head, [1.0] * 16))
     assert bool(found) is worse
     if worse:
         assert found[0].rule == "D5"
@@ -180,14 +181,14 @@ def test_more_drift_than_the_base_is_a_violation(growth: float, worse: bool) -> 
 
 
 def test_the_same_bits_are_no_change() -> None:
-    (change,) = changes(NOISE, NOISE)
+    (change,) = at_the_layer(NOISE, NOISE)
     assert (change.ratio, change.visible, change.excess) == (1.0, 0.0, None)
 
 
 def test_a_growth_of_the_visible_size_is_seen() -> None:
-    (same,) = changes(NOISE, [1.0] * 16)
+    (same,) = at_the_layer(NOISE, [1.0] * 16)
     growth = 1 + 1.05 * same.visible
-    assert no_worse_than_base(changes([growth * noise for noise in NOISE], [1.0] * 16))
+    assert no_worse_than_base(at_the_layer([growth * noise for noise in NOISE], [1.0] * 16))
 
 
 def test_visible_is_what_is_seen_with_its_probability() -> None:
@@ -205,4 +206,33 @@ def test_a_base_without_drift_is_nothing_to_compare_with() -> None:
     with pytest.raises(NotRecorded):
         drift_changes([drifted(*NOISE)], [])
     with pytest.raises(NotRecorded):
-        changes(NOISE, NOISE[:3])
+        at_the_layer(NOISE, NOISE[:3])
+
+
+def test_growth_that_no_place_shows_shows_in_all_together() -> None:
+    each = case("dense")
+    exact = Drift(1.0, 1.0, 1.0, 1.0)
+
+    def run(growth: float, noise: float) -> CaseDrift:
+        seeds = []
+        for number in range(16):
+            sizes = [growth + noise * math.sin(7 * number + 100 * layer) for layer in range(30)]
+            places = tuple(
+                Measured("stream", "forward", "decoder", layer, Drift(size, 0, 0, 0), exact)
+                for layer, size in enumerate(sizes)
+            )
+            seeds.append(SeedDrift(number, places, (), 0.0, {}))
+        return CaseDrift(each, seeds)
+
+    base = measures([run(1.0, 0.0)], "forward")
+    (found,) = no_worse_than_base(drift_changes([run(1.02, 0.02)], base))
+    assert found.place == "all layers together"
+    assert no_worse_than_base(drift_changes([run(1.0, 0.02)], base)) == []
+
+
+def test_people_are_told_what_could_be_seen() -> None:
+    rows = [{"ratio": 1, "visible": 0.0}, {"ratio": 1.004, "visible": 0.0271}]
+    assert drift_against_base(rows) == (
+        "drift against base: 1 of 2 cases as before, the others 1.004 to 1.004 times it; growth of "
+        "a case by 2.7 % is seen with probability 0.99"
+    )
