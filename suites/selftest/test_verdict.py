@@ -115,6 +115,17 @@ def test_a_number_that_is_off_goes_with_the_only_line() -> None:
     assert len(group_faults([drift, VIOLATION, other])) == 3
 
 
+def test_backward_goes_with_the_line_that_did_it_forward() -> None:
+    other = replace(LINE, line=856, text="residual = residual.float()")
+    backward = replace(VIOLATION, rule="S5", phase="backward", source=other)
+    drift = replace(VIOLATION, rule="D2", source=None, subject="long-rope.fp32.train")
+    (fault,) = group_faults([backward, VIOLATION, drift])
+    assert fault.source == LINE
+    assert fault.rules == ("D2", "S2", "S5")
+    second = replace(VIOLATION, source=replace(LINE, line=35))
+    assert len(group_faults([backward, VIOLATION, second])) == 3
+
+
 def test_a_check_travels_between_processes() -> None:
     sent = check("violation", violations=[VIOLATION], known=[("narrow", VIOLATION)])
     assert Check.from_data(json.loads(json.dumps(sent.to_data()))) == sent
