@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.target import resolve
-from fixtures.verdict.base_session import tier_for
+from fixtures.verdict.kept import tier_for
 from suites.selftest.gate import GateRun, run_gate
 from suites.selftest.mutants import ADD, LAYER, MUTANTS, Edit
 
@@ -134,6 +134,6 @@ def test_bad_input_is_one_line(
 
 
 def test_results_are_kept_by_what_decides_them(fork: Fork) -> None:
-    kept = list((fork.cache / "bases").glob("*/results.json"))
+    kept = list((fork.cache / "judged").glob("*/results.json"))
     assert kept, "no session kept its base"
     assert all(json.loads(path.read_text())["base"] is None for path in kept)
