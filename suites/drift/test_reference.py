@@ -45,6 +45,6 @@ def test_gradient_drift(stack: str, observer: Observer, judge: Judge) -> None:
 @pytest.mark.rule("D5")
 @over_stacks
 def test_no_more_drift_than_base(stack: str, observer: Observer, judge: Judge, base: Base) -> None:
-    changes = drift_changes(_drifts(observer, stack), base.drift())
+    changes = drift_changes(_drifts(observer, stack), base.evidence("drift"))
     judge.note("drift-change", [change.to_data() for change in changes])
     judge(no_worse_than_base(changes))

@@ -1,13 +1,16 @@
 """Every stack against its recorded values: the reference, runs with and without the flag, bits."""
 
+from dataclasses import asdict
+
 import pytest
 
 from fixtures.cases import case
 from fixtures.contract.golden import flag_off_unchanged, golden_stack, reference_frozen
 from fixtures.observe import Observer
 from fixtures.oracle.bits import first_departure
-from fixtures.oracle.golden import in_order, reference_file
+from fixtures.oracle.golden import NotRecorded, Summary, in_order, reference_file
 from fixtures.recording import golden_run, recorded_bits, recorded_reference
+from fixtures.verdict.base import Base
 from fixtures.verdict.plugin import Judge
 
 _QUICK = ("dense", "dense-rms-swiglu-gqa-rope", "moe-alltoall-shared", "hybrid")
@@ -51,9 +54,27 @@ def test_stack_meets_its_record(stack: str, observer: Observer, judge: Judge, re
 @pytest.mark.rule("S7")
 @over_stacks
 def test_flag_off_is_unchanged(stack: str, observer: Observer, judge: Judge, record: bool) -> None:
-    bits, each = recorded_bits(observer, stack, record), case(stack, fp32_residual=False)
-    run = golden_run(observer, each, bits.golden.seed)
+    each, seed = case(stack, fp32_residual=False), recorded_reference(observer, stack, record).seed
+    run = golden_run(observer, each, seed)
+    judge.note("bits", [{"case": each.name} | asdict(place) for place in run.seen])
+    bits = recorded_bits(observer, stack, record)
     pairs = in_order(run.seen, bits.golden, bits.path)
     if flag_off_unchanged(each, pairs):
-        run = golden_run(observer, each, bits.golden.seed, explain=True)
+        run = golden_run(observer, each, seed, explain=True)
     judge(flag_off_unchanged(each, pairs, first_departure(run.operations, bits.golden)))
+
+
+@pytest.mark.against_base
+@pytest.mark.rule("S7")
+@over_stacks
+def test_flag_off_is_as_in_base(
+    stack: str, observer: Observer, judge: Judge, base: Base, record: bool
+) -> None:
+    each, seed = case(stack, fp32_residual=False), recorded_reference(observer, stack, record).seed
+    seen = golden_run(observer, each, seed).seen
+    rows = [row for row in base.evidence("bits") if row["case"] == each.name]
+    expected = [Summary(**{k: v for k, v in row.items() if k != "case"}) for row in rows]
+    if [one.key for one in seen] != [one.key for one in expected]:
+        raise NotRecorded(f"the base has no bits of {each.name} to compare with")
+    pairs = list(zip(seen, expected, strict=True))
+    judge(flag_off_unchanged(each, pairs, expected="the base's bits"))

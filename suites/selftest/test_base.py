@@ -14,6 +14,7 @@ import pytest
 
 from fixtures.target import resolve
 from fixtures.verdict.kept import tier_for
+from suites.selftest.drift_mutants import DRIFT_MUTANTS
 from suites.selftest.gate import GateRun, run_gate
 from suites.selftest.mutants import ADD, LAYER, MUTANTS, Edit
 
@@ -106,6 +107,18 @@ def test_a_broken_base_rejects_only_what_is_added_to_it(fork: Fork, tmp_path: Pa
     fixed = fork.judge(f"{fork.root}@main", broken, tmp_path / "fixed", *only_s2)
     assert fixed.status == 0, fixed.output
     assert "fixed by this change: S2 identity-path" in fixed.output
+
+
+def test_other_bits_than_the_bases_with_the_flag_off_are_introduced(
+    fork: Fork, tmp_path: Path
+) -> None:
+    swapped = next(each for each in DRIFT_MUTANTS if each.rule == "S7")
+    target, main = fork.branch("swapped", *swapped.edits), f"{fork.root}@main"
+    # The last of -k counts: with stacks that have a bias.
+    run = fork.judge(target, main, tmp_path, "-k", "test_flag_off and dense", "-m", "S7")
+    assert run.status == 1, run.output
+    violations = [v for check in run.results["checks"] for v in check["violations"]]
+    assert {v["expected"] for v in violations} >= {"the base's bits"}
 
 
 def test_the_tier_follows_what_differs(fork: Fork) -> None:

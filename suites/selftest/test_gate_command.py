@@ -225,11 +225,14 @@ def test_options_reach_pytest_with_the_meaning_they_have_here(gate: Copy) -> Non
         (here / name).touch()
     seen = gate.seen(
         *("--megatron", "fork@team/main", "--device", "cpu", "--tier", "full"),
+        *("--base", "fork@main", "--strict"),
         *("--out", "../gate/results", "--defects", "own.toml"),
         *("--with", "einops", "--with", "./wheel.whl"),
     )
     assert seen.folder == str(gate.root)
     assert seen.value("--megatron") == [f"{here}/fork@team/main"]
+    assert seen.value("--base") == [f"{here}/fork@main"]
+    assert "--base-strict" in seen.arguments
     assert seen.value("--device") == ["cpu"]
     assert seen.value("--tier") == ["full"]
     assert seen.value("--out") == [f"{gate.root}/results"]
@@ -240,6 +243,8 @@ def test_options_reach_pytest_with_the_meaning_they_have_here(gate: Copy) -> Non
 def test_defaults(gate: Copy) -> None:
     seen = gate.seen()
     assert seen.value("--megatron") == []
+    assert seen.value("--base") == []
+    assert "--base-strict" not in seen.arguments
     assert seen.value("--device") == ["auto"]
     assert seen.value("--tier") == ["quick"]
     assert seen.value("--out") == [f"{gate.root}/results"]
