@@ -358,14 +358,7 @@ def test_tiers_cover_what_they_should() -> None:
         assert {each.stack.family for each in tier} == {each.family for each in STACKS.values()}
         assert {each.fp32_residual for each in tier} == {True, False}
     assert {each.mode.name for each in full} == MODES.keys() - {"inference"}
-    # Long stacks are for drift alone, and so is the deepest one; some are for neighbours.
-    neighbours = {"router-fp32", "router-fp64", "router-bias", "te-wide-logits"}
-    ordinary = {
-        name
-        for name, stack in STACKS.items()
-        if not (stack.stock_norm or name.startswith("long-") or name == "depth-128")
-        if name not in neighbours
-    }
+    ordinary = {name for name, stack in STACKS.items() if not stack.apart}
     for flag in (True, False):
         assert {each.stack.name for each in full if each.fp32_residual is flag} == ordinary
     assert 30 <= len(quick) <= 42
