@@ -4,7 +4,7 @@ import pytest
 
 from fixtures.cases import Case, case, fused_norm_cases
 from fixtures.contract.accumulation import stream_and_sums
-from fixtures.contract.neighbours import router, static_inputs, statistics
+from fixtures.contract.neighbours import captured, router, static_inputs, statistics
 from fixtures.contract.stream import every_stream_rule
 from fixtures.observe import Observer, judge_stream, watch
 from fixtures.runtime import tasks
@@ -48,6 +48,14 @@ def test_statistics(case: Case, observer: Observer, judge: Judge) -> None:
 def test_static_inputs(case: Case, observer: Observer, judge: Judge) -> None:
     (made,) = watch(observer, case, tasks.make_static_inputs)
     judge(static_inputs(case, made))
+
+
+@pytest.mark.cuda
+@pytest.mark.rule("N5")
+@over(_CAPTURED)
+def test_captured_layer(case: Case, observer: Observer, judge: Judge) -> None:
+    (seen,) = watch(observer, case, tasks.capture_layer)
+    judge(captured(case, seen))
 
 
 @pytest.mark.rule("N6")

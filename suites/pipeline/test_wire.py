@@ -36,7 +36,7 @@ def test_schedule_does_not_change_the_stream(case: Case, observer: Observer, jud
         schedule_equivalence(
             case,
             stage_traces(case, observe_case(observer, case)),
-            stage_traces(alone, observe_case(observer, alone)),
+            stage_traces(alone, observe_case(observer, alone, like=case)),
         )
     )
 
