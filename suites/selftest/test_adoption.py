@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from suites.selftest.gate import REPOSITORY
 from suites.selftest.pipelines import (
     ACTION,
     GITLAB,
@@ -323,16 +321,6 @@ def test_each_event_starts_its_jobs(event: Event) -> None:
 @pytest.fixture
 def composite(tmp_path: Path) -> Composite:
     return Composite(action(), write_stand_in(tmp_path / "gate"), tmp_path / "here")
-
-
-@pytest.fixture(scope="session")
-def gate_command() -> ModuleType:
-    """The real ci/gate as a module: what it understands."""
-    sys.path.insert(0, str(REPOSITORY / "ci"))
-    try:
-        return SourceFileLoader("gate_command", str(REPOSITORY / "ci" / "gate")).load_module()
-    finally:
-        sys.path.pop(0)
 
 
 def understood(gate_command: ModuleType, call: Call) -> tuple[dict[str, Any], list[str]]:

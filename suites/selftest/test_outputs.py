@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cmarkgfm
@@ -33,7 +34,7 @@ from fixtures.verdict.base import Base
 from fixtures.verdict.plugin import Judge
 from fixtures.verdict.records import Check
 from fixtures.verdict.render import render
-from fixtures.verdict.results import SCHEMA, results_data
+from fixtures.verdict.results import SCHEMA, results_data, write_results
 from fixtures.verdict.session import Session
 from suites.selftest.gate import REPOSITORY, run_gate
 from suites.selftest.mutants import MUTANTS
@@ -448,6 +449,14 @@ def test_reports_are_written_beside_the_results(
     require_sarif(json.loads((out / "results.sarif").read_text()))
     require_code_quality(json.loads((out / "gitlab-code-quality.json").read_text()))
     assert page.read_text() == "what an earlier step said\n" + (out / "summary.md").read_text()
+
+
+def test_an_earlier_runs_files_do_not_stay(tmp_path: Path, gate_command: ModuleType) -> None:
+    write_results(tmp_path, everything())
+    write_all(tmp_path, everything(), [])
+    (tmp_path / "of the user").touch()
+    gate_command._clear(tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["of the user"]
 
 
 def test_what_cannot_be_written_is_told_in_one_line(
