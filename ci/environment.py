@@ -102,7 +102,7 @@ def names_tests(pytest_arguments: Sequence[str]) -> bool:
 
 def _fingerprint() -> str:
     """What the environment is made from: while this stays, there is nothing to install."""
-    parts = [ROOT / "ci" / "requirements.txt", ROOT / "tox.ini"]
+    parts = [*sorted((ROOT / "ci").glob("requirements*.txt")), ROOT / "tox.ini"]
     return hashlib.sha256(b"\0".join(part.read_bytes() for part in parts)).hexdigest()
 
 

@@ -1,10 +1,15 @@
 """What the suite's own tests share: a release of megatron-core, and the table at their end."""
 
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from fixtures.target import default_cache, resolve
+from suites.selftest.gate import REPOSITORY
 
 NEWEST = "0.19.2"
 
@@ -13,6 +18,19 @@ NEWEST = "0.19.2"
 def newest_release() -> Path:
     """The root of the newest release that the gate is tested on."""
     return resolve(NEWEST, default_cache()).root
+
+
+@pytest.fixture
+def gate_command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Give ci/gate as a module: what it understands and clears away."""
+    monkeypatch.syspath_prepend(REPOSITORY / "ci")
+    loader = SourceFileLoader("gate_command", str(REPOSITORY / "ci" / "gate"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

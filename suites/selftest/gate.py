@@ -46,7 +46,7 @@ def run_gate(target: Path | str, out: Path, *arguments: str, **variables: str) -
     finished = subprocess.run(
         [*command, f"--megatron={target}", f"--out={out}", *arguments],
         cwd=REPOSITORY,
-        env=os.environ | variables,
+        env={k: v for k, v in os.environ.items() if not k.startswith("GITHUB_")} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

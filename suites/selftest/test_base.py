@@ -17,6 +17,7 @@ from fixtures.verdict.kept import tier_for
 from suites.selftest.drift_mutants import DRIFT_MUTANTS
 from suites.selftest.gate import GateRun, run_gate
 from suites.selftest.mutants import ADD, LAYER, MUTANTS, Edit
+from suites.selftest.runner import carried_out
 
 _ONE_MUTANT = MUTANTS[0]
 _HARMLESS = (
@@ -47,8 +48,12 @@ class Fork:
         subprocess.run(["git", "-C", str(self.root), *identity, *arguments], check=True)
 
     def judge(self, head: str, base: str, out: Path, *arguments: str) -> GateRun:
-        """Judge a branch against another."""
-        variables = {"PRECISION_GATE_CACHE": str(self.cache)}
+        """Judge a branch against another, in a job on GitHub whose page is beside `out`."""
+        variables = {
+            "PRECISION_GATE_CACHE": str(self.cache),
+            "GITHUB_ACTIONS": "true",
+            "GITHUB_STEP_SUMMARY": str(out.with_suffix(".md")),
+        }
         return run_gate(head, out, f"--base={base}", *_CHECKS, *arguments, **variables)
 
 
@@ -75,6 +80,12 @@ def test_a_change_for_the_worse_is_introduced_and_a_harmless_one_is_not(
     introduced = [fault for fault in worse.results["faults"] if fault["status"] == "introduced"]
     assert len(introduced) == len(worse.results["faults"]) == 1
     assert introduced[0]["source"]["path"] == ADD
+    (annotation,) = carried_out(worse.output.splitlines())
+    assert annotation.name == "error"
+    line = str(introduced[0]["source"]["line"])
+    assert (annotation.properties["file"], annotation.properties["line"]) == (ADD, line)
+    page = (tmp_path / "worse.md").read_text()
+    assert page.count("## Precision gate") == 1, "the base's session has no page of its own"
 
     harmless = fork.judge(fork.branch("harmless", *_HARMLESS), main, tmp_path / "harmless")
     assert harmless.status == 0, harmless.output
@@ -91,6 +102,7 @@ def test_a_broken_base_rejects_only_what_is_added_to_it(fork: Fork, tmp_path: Pa
     again = fork.judge(moved, broken, tmp_path / "moved", *only_s2)
     assert again.status == 0, again.output
     assert {fault["status"] for fault in again.results["faults"]} == {"in base"}
+    assert carried_out(again.output.splitlines()) == []
 
     strict = fork.judge(moved, broken, tmp_path / "strict", *only_s2, "--base-strict")
     assert strict.status == 1, strict.output

@@ -209,6 +209,15 @@ def test_a_checkout_below_its_repository_is_told_from_its_top(checkout: Path, ca
     assert versions == ["0.99.1rc2", "1.0.0"]
 
 
+def test_a_target_knows_where_in_its_repository_it_is(checkout: Path, cache: Path) -> None:
+    inner = write_megatron(checkout / "third party" / "Megatron-LM\n", (1, 0, 0, ""))
+    commit_all(checkout)
+    for revision in ("", "@HEAD"):
+        prefixes = [target.resolve(f"{each}{revision}", cache).prefix for each in (checkout, inner)]
+        assert prefixes == ["", "third party/Megatron-LM\n/"]
+    assert target.resolve(str(write_megatron(checkout / "new")), cache).prefix == ""
+
+
 def test_a_link_out_of_an_archive_is_refused(checkout: Path, cache: Path) -> None:
     (checkout / "megatron/out").symlink_to("/etc")
     commit_all(checkout)
