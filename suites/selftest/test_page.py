@@ -18,6 +18,7 @@ import pytest
 from html5lib import HTMLParser, getTreeBuilder
 from html5lib.html5parser import ParseError
 
+from fixtures.contract.rules import RULES
 from fixtures.report import page as report
 from fixtures.report.commands import command
 from fixtures.report.drift import Panel, figures, panels
@@ -113,6 +114,29 @@ def test_the_rest_is_told_too(broken: Element) -> None:
         *("narrowed on the way", "1.3454", "1.2500", "4.3 %", "with probability 0.99"),
     ):
         assert words in told
+
+
+@pytest.mark.parametrize(("strict", "rejecting"), [(False, 2), (True, 3)])
+def test_what_rejects_stands_out(strict: bool, rejecting: int) -> None:
+    results = broken_results()
+    results["base"]["strict"] = strict
+    page = parsed(report.page(results, []))
+    assert len(of_class(page, "heavy")) == rejecting
+
+
+def test_rules_are_told_with_how_their_checks_came_out(broken: Element) -> None:
+    (rules,) = of_class(broken, "rules")
+    told = {each.attrib["id"]: (each.attrib["class"], text_of(each)) for each in rules}
+    assert set(told) == {f"rule-{rule}" for rule in RULES}
+    for rule, state, words in (
+        ("S1", "violation", "1 rejected"),
+        ("S2", "pass", "1 passed"),
+        ("N2", "in-base", "1 no worse than the base"),
+        ("N7", "known-defect", "1 with known defects"),
+        ("D4", "none", "not looked at"),
+    ):
+        assert told[f"rule-{rule}"][0] == state
+        assert words in told[f"rule-{rule}"][1]
 
 
 def test_a_clean_page_says_so() -> None:
@@ -286,6 +310,14 @@ def test_a_pipeline_is_in_the_order_that_the_stream_takes() -> None:
     assert list(told_cells(drawn)) == ["layer 0", "layer 1", "layer 2", "layer 3"]
 
 
+def test_an_encoder_comes_before_its_decoder() -> None:
+    results = broken_results()
+    row = results["checks"][0]["evidence"]["boundaries"][2] | {"case": "cross-attention.fp32.train"}
+    results["checks"][0]["evidence"]["boundaries"] = [row | {"chunk": 1}, row]
+    (drawn,) = (each for each in maps(results) if each.case == row["case"])
+    assert [part.label for part in drawn.parts] == ["encoder", "decoder"]
+
+
 def test_a_dtype_that_only_some_microbatches_had_is_marked_alone() -> None:
     results = broken_results()
     rows = results["checks"][0]["evidence"]["boundaries"]
@@ -389,6 +421,9 @@ def test_commands_fit_what_they_show_again() -> None:
     )
     assert "--base '~/fork@main'" in command(results, checks["D5"])
     assert "--base" not in command(results, checks["S1"])
+    told = {group.status: group.faults[0].again for group in fault_groups(results)}
+    assert "'~/fork@main'" in told["fixed"]
+    assert "'~/fork@feature'" in told["in base"]
     plain = clean_results()
     plain["target"]["spec"] = None
     assert command(plain, checks["S1"]) == (
