@@ -419,7 +419,9 @@ def test_commands_fit_what_they_show_again() -> None:
     assert command(results, checks["S2"], of_base=True).startswith(
         "./ci/gate --megatron '~/fork@main' --tier full -- "
     )
-    assert "--base '~/fork@main'" in command(results, checks["D5"])
+    for rule in ("D5", "S7"):
+        assert "--base '~/fork@main'" in command(results, checks[rule])
+        assert "--base" not in command(clean_results(), checks[rule])
     assert "--base" not in command(results, checks["S1"])
     told = {group.status: group.faults[0].again for group in fault_groups(results)}
     assert "'~/fork@main'" in told["fixed"]
