@@ -32,7 +32,7 @@ def observer(pytestconfig: pytest.Config) -> Observer:
     """Give what runs cases on the target, once each."""
     return Observer(
         pytestconfig.stash[_PLUGIN].target.root,
-        deadline=60.0,
+        deadline=pytestconfig.getoption("--deadline"),
         memory={},
         seed=pytestconfig.getoption("--seed"),
     )

@@ -109,7 +109,7 @@ def gate(tmp_path: Path) -> Copy:
     copy.here.mkdir()
     for name in (
         *("ci/gate", "ci/environment.py", "ci/requirements.txt"),
-        *("fixtures/__init__.py", "tox.ini"),
+        *("fixtures/__init__.py", "fixtures/foreign.py", "tox.ini"),
         *(path.relative_to(REPOSITORY) for path in REPOSITORY.glob("fixtures/target/*.py")),
     ):
         (copy.root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,6 @@ def test_a_raised_exception_comes_with_message_and_source_line() -> None:
     assert result.outcome == "raised"
     assert result.error is not None
     assert (result.error.kind, result.error.message) == ("ValueError", "no such dtype")
-    assert isinstance(result.error.exception, ValueError)
     last = result.error.frames[-1]
     assert (last.file, last.text) == (__file__, 'raise ValueError("no such dtype")')
     assert last.text in result.error.traceback
@@ -136,7 +135,7 @@ def test_a_preload_that_breaks_the_server_is_named(tmp_path: Path) -> None:
     with _caller("broken", "ranks.run_ranks(tasks._add_rank, 1, 0)", tmp_path) as caller:
         said = caller.communicate(timeout=PATIENCE)[1]
     assert "RankServerError" in said
-    assert "while importing broken" in said
+    assert "which imports broken, ended (exit status 1): RuntimeError: no server today" in said
 
 
 def test_a_preload_that_does_not_import_is_an_error_of_every_rank() -> None:
