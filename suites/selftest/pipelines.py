@@ -45,6 +45,26 @@ def load(path: Path) -> list[Any]:
     return list(YAML(typ="safe", pure=True).load_all(path.read_text(encoding="utf-8")))
 
 
+def action() -> Any:
+    """Give the composite action's data."""
+    return load(ACTION)[0]
+
+
+def workflow() -> Any:
+    """Give the example workflow's data."""
+    return load(WORKFLOW)[0]
+
+
+def jobs(**inputs: Any) -> dict[str, Any]:
+    """Give GitLab's jobs with some inputs."""
+    return gitlab_jobs(load(GITLAB), {"gate-url": "https://example.com/gate.git"} | inputs)
+
+
+def step(data: Any, name: str) -> Any:
+    """Give a step of an action by its name."""
+    return next(each for each in data["runs"]["steps"] if each["name"] == name)
+
+
 def write_stand_in(root: Path) -> Path:
     """Write a repository of the gate in which all is there that the steps touch."""
     (root / "ci" / "github").mkdir(parents=True)
