@@ -444,7 +444,7 @@ def test_reports_are_written_beside_the_results(
     out.mkdir()
     write_all(out, everything(), [])
     assert {path.name for path in out.iterdir()} == {
-        "gitlab-code-quality.json", "results.sarif", "summary.md",
+        "gitlab-code-quality.json", "report.html", "results.sarif", "summary.md",
     }  # fmt: skip
     require_sarif(json.loads((out / "results.sarif").read_text()))
     require_code_quality(json.loads((out / "gitlab-code-quality.json").read_text()))
