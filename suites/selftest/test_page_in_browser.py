@@ -87,6 +87,9 @@ def page(request: pytest.FixtureRequest, browser: Browser) -> Iterator[Page]:
     context.close()
 
 
+on_a_desktop = pytest.mark.parametrize("page", [("desktop", "light")], ids="-".join, indirect=True)
+
+
 def background(page: Page) -> float:
     """How bright the page is, from 0 to 1."""
     parts = page.evaluate(BACKGROUND).removeprefix("rgb(").removesuffix(")").split(",")
@@ -127,6 +130,7 @@ def test_the_first_screen_tells_what_broke_and_which_line_did_it(
     assert line.bounding_box()["y"] < height
 
 
+@on_a_desktop
 def test_what_is_folded_shows_on_demand(page: Page, reports: dict[str, Path]) -> None:
     Visit(page, reports["broken"])
     command = page.get_by_text("'suites/x.py::test_wire", exact=False).first
@@ -135,6 +139,7 @@ def test_what_is_folded_shows_on_demand(page: Page, reports: dict[str, Path]) ->
     assert command.is_visible()
 
 
+@on_a_desktop
 def test_dark_is_dark(page: Page, reports: dict[str, Path]) -> None:
     Visit(page, reports["broken"])
     for scheme, expected in (("light", True), ("dark", False)):
@@ -142,6 +147,7 @@ def test_dark_is_dark(page: Page, reports: dict[str, Path]) -> None:
         assert (background(page) > 0.5) is expected
 
 
+@on_a_desktop
 def test_paper_has_what_is_folded(page: Page, reports: dict[str, Path]) -> None:
     Visit(page, reports["broken"])
     page.emulate_media(media="print")
