@@ -4,7 +4,7 @@ import pytest
 
 from fixtures.cases import Case, without_pipeline
 from fixtures.contract.pipeline import schedule_equivalence, wire_dtype, wire_values
-from fixtures.contract.seen import boundaries_seen, messages_seen
+from fixtures.contract.seen import messages_seen
 from fixtures.observe import Observer, observe_case, pipeline_trace, stage_traces
 from fixtures.verdict.parametrize import over_cases
 from fixtures.verdict.plugin import Judge
@@ -16,7 +16,6 @@ over_pipelines = over_cases(lambda case: case.layout.stages > 1)
 @over_pipelines
 def test_wire_has_the_streams_dtype(case: Case, observer: Observer, judge: Judge) -> None:
     run = pipeline_trace(case, observe_case(observer, case))
-    judge.note("boundaries", boundaries_seen(case, run.stages))
     judge.note("messages", messages_seen(case, run))
     judge(wire_dtype(case, run))
 
