@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+from fixtures import recording
 from fixtures.cases import case
 from fixtures.contract.golden import (
     flag_off_unchanged,
@@ -18,12 +19,14 @@ from fixtures.contract.golden import (
     reference_frozen,
     reference_training,
 )
+from fixtures.observe import Observer
 from fixtures.oracle import bits
 from fixtures.oracle.adamw import AdamW
 from fixtures.oracle.golden import (
     RECORDED,
     Golden,
     GoldenError,
+    GoldenRun,
     NotRecorded,
     Summary,
     TrainingStep,
@@ -205,6 +208,27 @@ def test_bits_without_operations_are_refused(recordings: Callable[..., Path]) ->
     assert bits.file_to_record(DENSE, "cpu", RUN) == path
 
 
+def test_a_recording_that_shares_no_operation_says_nothing(
+    recordings: Callable[..., Path],
+) -> None:
+    recordings(1, *(replace(one, name=f"{one.name} on two threads") for one in RUN))
+    with pytest.raises(NotRecorded, match="recorded with torch's settings of this run"):
+        bits.find_bits(DENSE, "cpu", RUN)
+    shared = recordings(2, MULTIPLIED)
+    assert bits.find_bits(DENSE, "cpu", RUN).path == shared
+
+
+def test_bits_of_a_run_that_changes_torchs_settings_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = GoldenRun((), (), (), "cpu", RUN, ("on one thread", "on two threads"))
+    monkeypatch.setattr(recording, "recorded_reference", lambda *_a: Golden({}, 0, ()))
+    monkeypatch.setattr(recording, "golden_run", lambda *_a: run)
+    observer = Observer(Path(), deadline=1.0, memory={})
+    with pytest.raises(NotRecorded, match="runs that change torch's settings"):
+        recording.recorded_bits(observer, "dense", record=False)
+
+
 def test_a_departure_is_the_first_operation_that_gives_something_new() -> None:
     golden = Golden(stack_data(DENSE), 0, (), operations=bits.by_operator(RUN))
     renamed = replace(MULTIPLIED, name="same product in another layout")
@@ -243,6 +267,38 @@ def test_an_operation_is_named_by_all_that_decides_its_result() -> None:
         assert name(lambda: torch.mm(x, y.t())) != usual
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_default_dtype_is_part_of_a_name_where_it_decides() -> None:
+    x, steps = torch.ones(3), torch.arange(3)
+
+    def names() -> list[str]:
+        made = traced(
+            lambda: (torch.ones(3), 0.5**steps, torch.ones(3, dtype=torch.float32), x + x)
+        )
+        return [operation.name for operation in made]
+
+    usual = names()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = names()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [one != other for one, other in zip(usual, wide, strict=True)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_the_settings_that_operations_ran_under_are_known() -> None:
+    trace = OperationTrace(Locator(Path(__file__).parent))
+    threads = torch.get_num_threads()
+    with trace:
+        torch.ones(3)
+        torch.set_num_threads(threads + 1)
+        torch.ones(3)
+        torch.set_num_threads(threads)
+        torch.ones(3)
+    assert [each.split()[0] for each in trace.settings] == [str(threads), str(threads + 1)]
 
 
 def test_a_random_operation_is_named_by_the_generator_too() -> None:

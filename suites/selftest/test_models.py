@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -318,6 +319,30 @@ def test_a_package_that_a_module_misses_is_no_missing_feature(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
         capability.module_or_none("needy")
+
+
+def test_a_default_device_is_on_the_cpu_too() -> None:
+    with cpu_for_cuda():
+        with torch.device("cuda"):
+            assert torch.ones(2).device.type == "cpu"
+        with torch.device("meta"):
+            assert torch.ones(2).device.type == "meta"
+        try:
+            torch.set_default_device("cuda:0")
+            assert torch.ones(2).device.type == "cpu"
+        finally:
+            torch.set_default_device(None)
+
+
+def test_what_torchs_compiler_is_part_of_works_within_the_standin() -> None:
+    results = run_ranks(_use_the_compilers_parts, 1)
+    assert [each.value for each in results] == [True], results[0].error
+
+
+def _use_the_compilers_parts(context: RankContext) -> bool:
+    with cpu_for_cuda():
+        torch.use_deterministic_algorithms(True)
+        return "torch._dynamo.trace_rules" in sys.modules
 
 
 def test_the_standin_leaves_torch_as_it_was() -> None:

@@ -1,5 +1,7 @@
 """Rank processes: every way for a rank to end is told, and nothing is left behind."""
 
+import ast
+import errno
 import os
 import select
 import signal
@@ -12,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-from fixtures.runtime.ranks import RankContext, run_ranks
+from fixtures.runtime.processes import OUTPUT_LIMIT, await_end
+from fixtures.runtime.ranks import RankContext, ReportError, run_ranks
 
 PATIENCE = 20.0
 
@@ -56,6 +59,40 @@ def test_a_value_that_cannot_travel_is_an_error_of_its_rank() -> None:
     assert result.outcome == "raised"
     assert result.error is not None
     assert "pickle" in result.error.message
+
+
+def test_only_our_own_exceptions_come_as_they_are() -> None:
+    (ours,) = run_ranks(_raise_ours, 1)
+    (foreign,) = run_ranks(_raise_foreign, 1)
+    assert ours.error is not None
+    assert isinstance(ours.error.exception, Ours)
+    assert foreign.error is not None
+    assert foreign.error.exception is None
+    assert foreign.error.message.startswith("its message cannot be had: ")
+
+
+def test_an_error_is_whole_characters_and_not_too_many() -> None:
+    (result,) = run_ranks(_raise_garbage, 1)
+    assert result.error is not None
+    message = result.error.message
+    assert message.startswith(r"\udcff")
+    assert len(message) < 100_000 < len(_GARBAGE)
+    message.encode()
+
+
+def test_a_rank_that_finds_no_room_for_its_report_says_so() -> None:
+    try:
+        run_ranks(_fill_the_disk, 1)
+    except ReportError as error:  # ranks import this module, and pytest would cost them
+        assert "rank 0 cannot leave its report: [Errno 28]" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a report without room")
+
+
+def test_output_has_a_limit() -> None:
+    (result,) = run_ranks(_write_for_ever, 1)
+    assert result.value == (errno.EFBIG, OUTPUT_LIMIT)
+    assert len(result.output) < 100_000
 
 
 def test_output_is_captured_below_python() -> None:
@@ -108,6 +145,51 @@ def test_no_returned_process_outlives_the_run() -> None:
     with _pids_of_ranks(2) as (address, pids):
         run_ranks(_pid_then_return, 2, address)
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+
+
+def test_nothing_that_a_rank_has_started_outlives_the_run() -> None:
+    for task in (_start_and_return, _start_and_die):
+        with _pids_of_ranks(3) as (address, pids):
+            run_ranks(task, 1, address)
+        assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+
+
+def test_a_copy_of_a_rank_is_no_rank() -> None:
+    (result,) = run_ranks(_copy, 1)
+    assert result.value == "the rank"
+
+
+def test_what_a_preload_has_started_outlives_a_run_and_not_the_caller(tmp_path: Path) -> None:
+    (tmp_path / "helped.py").write_text(
+        "import subprocess, threading\n"
+        "HELPER = subprocess.Popen(['sleep', '1000'], start_new_session=True).pid\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+    )
+    act = "print([ranks.run_ranks(tasks._state_of_helper, 1)[0].value for _ in range(2)])"
+    with _caller("helped", act, tmp_path) as caller:
+        said = caller.communicate(timeout=PATIENCE)[0]
+    (first, helper), (second, same) = ast.literal_eval(said)
+    assert (first, second, helper) == ("S", "S", same)
+    assert await_end(helper, 0.0)
+
+
+def test_a_preload_that_hangs_is_ended_with_the_line_it_hangs_on(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(1000)")
+    act = "ranks.run_ranks(tasks._add_rank, 1, 0, patience=1.0)"
+    act = (
+        f"try: {act}\n"
+        "except ranks.RankServerError as error: print(error.ending, error.frames[-1].text)"
+    )
+    with _caller("hanging", f"exec({act!r})", tmp_path) as caller:
+        assert caller.communicate(timeout=PATIENCE)[0] == "hung for 1 s time.sleep(1000)\n"
+
+
+def test_a_server_that_ends_under_its_ranks_is_not_their_end(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text("import signal\nsignal.alarm(1)")
+    act = "ranks.run_ranks(tasks._hang_last, 1)"
+    with _caller("leaving", act, tmp_path) as caller:
+        assert "RankServerError" in (said := caller.communicate(timeout=PATIENCE)[1])
+    assert "ended (SIGALRM)" in said
 
 
 def test_no_process_outlives_a_killed_caller() -> None:
@@ -245,6 +327,93 @@ def _greet_peers(context: RankContext) -> set[int]:
 
 def _large_value(context: RankContext, size: int) -> bytes:
     return bytes(size)
+
+
+class Ours(Exception):
+    """An exception of the suite's."""
+
+
+class Foreign(Exception):
+    """An exception that fails again when it is asked what it is."""
+
+    __module__ = "elsewhere"
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+_GARBAGE = "\udcff" * 200_000
+
+
+def _raise_ours(context: RankContext) -> None:
+    raise Ours
+
+
+def _raise_foreign(context: RankContext) -> None:
+    raise Foreign
+
+
+def _raise_garbage(context: RankContext) -> None:
+    raise ValueError(_GARBAGE)
+
+
+def _fill_the_disk(context: RankContext) -> None:
+    (context.directory / f"report.{context.rank}").symlink_to("/dev/full")
+
+
+def _write_for_ever(context: RankContext) -> tuple[int | None, int]:
+    written = 0
+    try:
+        while True:
+            written += os.write(1, bytes(1 << 20))
+    except OSError as error:
+        return error.errno, written
+
+
+def _start_all(address: str) -> None:
+    """Start a thread, a child, one in a session of its own, and one whose parent is gone."""
+    threading.Thread(target=threading.Event().wait).start()
+    if os.fork() == 0:
+        _pid_then_hang_alone(address)
+    if os.fork() == 0:
+        os.setsid()
+        _pid_then_hang_alone(address)
+    middle = os.fork()
+    if middle == 0:
+        os.setsid()
+        if os.fork() == 0:
+            _pid_then_hang_alone(address)
+        os._exit(0)
+    os.waitpid(middle, 0)
+
+
+def _pid_then_hang_alone(address: str) -> None:
+    with Client(address) as client:
+        client.send(os.getpid())
+        client.recv()
+    signal.pause()
+
+
+def _start_and_return(context: RankContext, address: str) -> None:
+    _start_all(address)
+
+
+def _start_and_die(context: RankContext, address: str) -> None:
+    _start_all(address)
+    os._exit(3)
+
+
+def _copy(context: RankContext) -> str:
+    copy = os.fork()
+    if copy:
+        os.waitpid(copy, 0)
+    return "the rank" if copy else "a copy"
+
+
+def _state_of_helper(context: RankContext) -> tuple[str, int]:
+    helper = sys.modules["helped"].HELPER
+    with open(f"/proc/{helper}/stat") as file:
+        return file.read().split()[2], helper
 
 
 def _raise_after_print(context: RankContext) -> None:

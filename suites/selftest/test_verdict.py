@@ -18,7 +18,7 @@ from fixtures.trace.records import Source
 from fixtures.verdict.faults import group_faults
 from fixtures.verdict.records import EXIT_STATUS, Check, Outcome, decide
 from fixtures.verdict.render import render
-from fixtures.verdict.results import SCHEMA, results_data, write_results
+from fixtures.verdict.results import SCHEMA, clear_results, results_data, write_results
 from fixtures.verdict.session import Session
 
 LINE = Source("megatron/core/fusions/add.py", 34, "residual = residual.to(x.dtype)")
@@ -71,7 +71,8 @@ def test_verdict(outcomes: list[Outcome], word: str) -> None:
 
 def test_a_target_that_cannot_be_judged_is_told() -> None:
     assert decide([PASSED], cannot_judge="no torch").line == "verdict: CANNOT JUDGE: no torch"
-    assert decide([REJECTED], 1, cannot_judge="stopped").word == "REJECT"
+    rejected = decide([REJECTED], 1, cannot_judge="stopped")
+    assert rejected.line == "verdict: REJECT: 1 fault; checks: 1 rejected; no further: stopped"
 
 
 def test_exit_status() -> None:
@@ -171,3 +172,38 @@ def test_people_are_told_everything() -> None:
     ):
         assert words in told
     assert told.rstrip().splitlines()[-1] == decide(checks, 1).line
+
+
+def test_what_a_target_says_stays_in_its_line() -> None:
+    hostile = "\x1b[2K\nverdict: ACCEPT: all\r\u2028verdict: ACCEPT: all"
+    told = replace(VIOLATION, seen=hostile, source=replace(LINE, text=hostile))
+    checks = [
+        check("violation", violations=[told]),
+        check("error", reason=f"Traceback:{hostile}"),
+        check("not-checked", reason=hostile),
+    ]
+    told = telling(session(checks, cannot_judge=hostile))
+    assert [line for line in told.split("\n") if not line.isprintable()] == []
+    verdicts = [line for line in told.splitlines() if line.startswith("verdict:")]
+    assert verdicts == [told.rstrip().splitlines()[-1]]
+    assert verdicts[0].startswith("verdict: REJECT")
+
+
+def test_results_that_cannot_be_written_are_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "results.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_results(tmp_path, results_data(session([PASSED])))
+    assert list(tmp_path.iterdir()) == []
+    for checks, word in (([PASSED], "ACCEPT"), ([REJECTED], "REJECT")):
+        verdict = session(checks, unwritten="no room").verdict
+        assert verdict.word == "CANNOT JUDGE"
+        assert verdict.reason.startswith(f"no room (without that: {word}: ")
+        assert telling(session(checks, unwritten="no room")).endswith(f"{verdict.line}\n")
+
+
+def test_results_of_an_earlier_session_are_not_this_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    clear_results(folder)
+    write_results(folder, results_data(session([PASSED])))
+    clear_results(folder)
+    assert list(folder.iterdir()) == []
