@@ -120,7 +120,7 @@ def test_a_worker_that_is_killed_takes_no_result_with_it(
 
 
 @pytest.mark.parametrize(
-    ("full", "word"), [("results.part", "CANNOT JUDGE"), ("junit.xml", "REJECT")]
+    ("full", "word"), [("results.json.part", "CANNOT JUDGE"), ("junit.xml", "REJECT")]
 )
 def test_a_full_disk_costs_what_cannot_be_written_and_no_finding(
     full: str, word: str, newest_release: Path, tmp_path: Path
@@ -135,5 +135,5 @@ def test_a_full_disk_costs_what_cannot_be_written_and_no_finding(
     assert "No space left on device" in run.output
     assert "REJECT: 1 fault" in run.last_line
     assert f"  {MUTANTS[0].file}:" in run.output
-    assert (out / "results.json").exists() == (full != "results.part")
-    assert not (out / "results.part").exists(follow_symlinks=False)
+    assert (out / "results.json").exists() == (full != "results.json.part")
+    assert not (out / "results.json.part").exists(follow_symlinks=False)

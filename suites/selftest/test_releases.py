@@ -37,7 +37,9 @@ def test_clean_release_is_accepted(version: str, tmp_path: Path) -> None:
     assert shown == EXPECTED_DEFECTS
     assert all(name in run.output for name in shown)
     validate(run.results)
-    measured = [row for check in run.results["checks"] for row in check["measures"]]
+    measured = [
+        row for check in run.results["checks"] for row in check["evidence"].get("drift", ())
+    ]
     for name in ("long-rope.fp32.train", "long-rope.off.train"):
         rows = [row for row in measured if row["case"] == name and row["place"] == "stream"]
         assert [(row["phase"], row["layer"]) for row in rows] == [
